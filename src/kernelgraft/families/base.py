@@ -1,0 +1,123 @@
+"""What a compute family is: the contract between research, the judge and the patcher.
+
+A family knows one kind of compute and nothing else. It recognises a site from its captured calls, writes the Definition,
+makes fresh inputs for the judge, and says how a kernel is *seated* in the site. The seat is the single source of truth for
+how a site's call maps to a Definition's inputs: capture, verification, patching and emitted files all use the same factory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from kernelgraft.records import Definition, Regime, Site
+
+Kernel = Callable[..., Any]
+"""Takes the Definition's inputs in order, returns its output, or a tuple of its outputs."""
+
+Select = Callable[..., Kernel | None]
+"""Called with the Definition's inputs in order; returns the kernel for this call, or None: run the original.
+A site with several Definitions (attention with and without a mask) tells them apart by the number of inputs."""
+
+Distribution = Literal["normal", "uniform_2_4", "tiny", "huge", "zeros_rows", "ramp", "binary", "inf", "nan"]
+"""How fresh activations are drawn (`research` C7): N(0,1); U(2,4); 1e-4·N(0,1); near dtype max / 64; N(0,1) with zero
+rows; a ramp along the last axis; {0,1}; one ±inf; one NaN."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call of a site, tensors cloned before the call."""
+
+    instance: str
+    """Full path of the module."""
+    module: nn.Module
+    """`module`: the module itself; `function`/`attention`/`statement`: the module whose method makes the call."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    regime: Regime
+    original: Callable[..., Any]
+    """What ran: `original(*args, **kwargs)` gives `output`. For `module` and `statement` sites args[0] is NOT the module:
+    call `original(module, *args, **kwargs)`."""
+    cache: Literal["dynamic", "static"] = "dynamic"
+    padded: bool = False
+    mutated: tuple[str, ...] = ()
+    """Names (`args[0]`, `kwargs.x`) of tensors that the call changed in place."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """How a kernel sits in a site: `factory(original, select, **constants)` gives the replacement.
+
+    The factory is a self-contained module-level function (it may use torch and builtins only), because its source is also
+    written into emitted files. What it returns has the calling convention of the original:
+    `module`: `f(self, *args, **kwargs)`; `function`: the function's own; `attention`: `f(module, query, key, value,
+    attention_mask, **kwargs)`; `statement`: `f(self, residual, hidden_states) -> (new_residual, normed)`.
+    """
+
+    factory: Callable[..., Callable[..., Any]]
+    constants: dict[str, Any] = field(default_factory=dict)
+    """JSON-able keyword arguments of the factory."""
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """A site that a family knows: its variant as data and one Definition per number of inputs."""
+
+    family: str
+    semantics: dict[str, Any]
+    definitions: tuple[Definition, ...]
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A site that a family looked at and does not serve."""
+
+    family: str
+    reason: str
+
+
+class Family(ABC):
+    """One kind of compute."""
+
+    name: ClassVar[str]
+    kinds: ClassVar[frozenset[str]]
+    """Site kinds it can be found at."""
+
+    @abstractmethod
+    def recognise(self, site: Site, calls: Sequence[Call]) -> Recognition | Rejection | None:
+        """Say what the site computes.
+
+        None: plainly not this family (no message). Rejection: it looks like this family but no variant fits, or two fit and
+        no probe tells them apart. Recognition: its reference, run through its own seat, reproduced the captured outputs and
+        a probe with freshly randomised parameters and inputs (on a deep copy: the live module is never changed).
+        """
+
+    @abstractmethod
+    def seat(self, semantics: dict[str, Any]) -> Seat:
+        """How a kernel for this variant is put into the site."""
+
+    @abstractmethod
+    def inputs(
+        self, definition: Definition, axes: dict[str, int], generator: torch.Generator, distribution: Distribution
+    ) -> list[torch.Tensor]:
+        """Fresh inputs of a Definition, contiguous, on CPU, in its dtypes, for the given sizes of its var axes.
+
+        Structured inputs (rotary tables, masks) keep their structure whatever the distribution.
+        """
+
+    def axis_points(self, definition: Definition, traced: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+        """Sizes of the var axes to judge on: edges around and beyond the traced ones, at least 8, respecting constraints."""
+        from kernelgraft.families.points import axis_points
+
+        return axis_points(definition, traced)
+
+    def work(self, inputs: Sequence[Any]) -> int:
+        """Size of a call in rows: elements of the first tensor over its last axis."""
+        first = inputs[0]
+        return first.numel() // max(1, first.shape[-1])

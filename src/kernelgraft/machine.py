@@ -1,0 +1,107 @@
+"""The only reader of the outside: hardware, versions, environment variables and the clock.
+
+It does not decide anything: decisions take a `MachineCard` as a plain value, so that they can be tested for machines that
+are not here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from kernelgraft.records import MachineCard
+
+DISTRIBUTIONS = (
+    "torch",
+    "transformers",
+    "triton",
+    "cuda-tile",
+    "tilegym",
+    "liger-kernel",
+    "kernels",
+    "flashinfer-python",
+    "accelerate",
+    "peft",
+    "kernelgraft",
+)
+
+clock = time.perf_counter
+"""The package's one clock, in seconds."""
+
+
+def version(distribution: str) -> str | None:
+    """Installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment(name: str) -> str | None:
+    """An environment variable, or None."""
+    return os.environ.get(name)
+
+
+def cxx_compiler() -> str | None:
+    """Path of the C++ compiler that torch.compile would use on a CPU, or None."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+def cache_folder() -> Path:
+    """Where kernelgraft keeps what it may always rebuild: `KERNELGRAFT_CACHE`, else the user's cache folder."""
+    if chosen := os.environ.get("KERNELGRAFT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kernelgraft"
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident set of this process so far, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def read() -> MachineCard:
+    """This machine, read once per process."""
+    import torch
+
+    gpu = driver = capability = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+        capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        driver = _driver()
+    return MachineCard(
+        platform=platform.platform(terse=True),
+        cpu=_cpu_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpu=gpu,
+        gpu_driver=driver,
+        compute_capability=capability,
+        python=platform.python_version(),
+        versions={name: found for name in DISTRIBUTIONS if (found := version(name))},
+    )
+
+
+def _driver() -> str | None:
+    text = Path("/proc/driver/nvidia/version")
+    if not text.exists():
+        return None
+    words = text.read_text().split()
+    return next((w for w in words if w[0].isdigit() and w.count(".") >= 1), None)
