@@ -6,6 +6,7 @@ are not here.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib.metadata
 import os
@@ -33,6 +34,11 @@ DISTRIBUTIONS = (
 
 clock = time.perf_counter
 """The package's one clock, in seconds."""
+
+
+def timestamp() -> str:
+    """The time of day in UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def version(distribution: str) -> str | None:

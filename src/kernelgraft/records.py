@@ -1,8 +1,8 @@
 """The records that every stage reads and writes.
 
 Definition, Workload and Solution carry the field names of FlashInfer-Bench 0.1.2, so that their JSON is readable by it;
-what that schema has no place for lives in `meta`, which is stored in a sibling `<name>.meta.json`. All records are frozen,
-compare by value and hash by content. This module imports neither torch nor transformers.
+what that schema has no place for lives in `meta`, which is stored under the same path in a tree of its own (`meta/`).
+All records are frozen, compare by value and hash by content. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
