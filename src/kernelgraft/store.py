@@ -323,7 +323,8 @@ class Inventory:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the record"
-            raise RecordError(f"`{path}` is not a valid {cls.__name__}: {where}: {first['msg']}; write it again") from error
+            what = f"`{path}` is not a valid {cls.__name__}: {where}: {first['msg']}"
+            raise RecordError(f"{what}; write it again") from error
 
     def _write(self, path: Path, data: bytes | str) -> Path:
         self.prepare()
