@@ -1,4 +1,4 @@
-"""What every test runs under: no network, one torch thread a process, its own caches; GPU tests skipped with a reason."""
+"""What every test runs under: no network, one torch thread, its own caches; GPU tests skipped with a reason."""
 
 from __future__ import annotations
 
