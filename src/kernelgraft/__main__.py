@@ -1,0 +1,5 @@
+"""`python -m kernelgraft`."""
+
+from kernelgraft.cli import main
+
+main()

@@ -1,0 +1,374 @@
+"""The command line: one function a verb, no logic. People read stderr and tables; machines read JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from kernelgraft.errors import KernelgraftError, UsageError
+
+if TYPE_CHECKING:
+    from kernelgraft.models import Loaded
+    from kernelgraft.pipeline import Progress
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Put fast kernels into a transformers model, proved on the model's own calls.",
+)
+people = Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="tiny, a preset, a local folder, a hub id, or config:<model_type>.")]
+Folder = Annotated[Path, typer.Argument(help="Folder with the records that the verb before this one wrote.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the records (default: kernelgraft-<model>).")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - is stdout.")]
+Suppliers = Annotated[str | None, typer.Option(help="Comma-separated suppliers (default: all that run here).")]
+PolicyOption = Annotated[
+    str, typer.Option(help="fastest: the original stays where it is as fast; verified: seat the best verified Solution.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Do the job again even if it is done.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the model's own).")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code from the hub.")]
+
+
+@app.command()
+def doctor(json_file: Json = None) -> None:
+    """Say what this machine has, and which suppliers run on it."""
+    from kernelgraft import machine
+    from kernelgraft.suppliers import all_suppliers
+
+    card = machine.read()
+    suppliers = {s.name: s.unavailable(card) for s in all_suppliers()}
+    answer = {"machine": card.model_dump(mode="json"), "suppliers": suppliers}
+    if _wrote_json(answer, json_file):
+        return
+    from kernelgraft.report import doctor_table
+
+    Console().print(doctor_table(card, suppliers))
+
+
+@app.command()
+def research(
+    model: Model,
+    out: Out = None,
+    json_file: Json = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Find the places that can take a kernel, and what each computes."""
+    from kernelgraft import pipeline
+    from kernelgraft.report import research_table
+    from kernelgraft.store import Inventory
+
+    inventory = Inventory(_folder(out, model))
+    with _progress() as progress:
+        loaded = _load(model, dtype, device, trust_remote_code)
+        inventory.clear()
+        record, computes = pipeline.research(loaded, inventory, progress=progress)
+    if not _wrote_json(record.model_dump(mode="json"), json_file):
+        Console().print(research_table(record))
+        _say_files(inventory.root)
+    if not computes:
+        raise _nothing(model)
+
+
+@app.command()
+def inventory(
+    folder: Annotated[Path | None, typer.Argument(help="Also list the Solutions in this folder.")] = None,
+    json_flag: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+) -> None:
+    """List the Solutions of all suppliers installed here, and why one is unavailable."""
+    from dataclasses import asdict
+
+    from kernelgraft import machine
+    from kernelgraft.report import inventory_table
+    from kernelgraft.store import Inventory
+    from kernelgraft.suppliers import all_suppliers
+
+    card = machine.read()
+    listings = [line for supplier in all_suppliers() for line in supplier.catalogue(card)]
+    stored = list(_existing(folder).solutions().values()) if folder else []
+    if json_flag:
+        answer = {
+            "machine": card.model_dump(mode="json"),
+            "catalogue": [asdict(line) for line in listings],
+            "solutions": [s.model_dump(mode="json", exclude={"sources"}) for s in stored],
+        }
+        _wrote_json(answer, Path("-"))
+        return
+    Console().print(inventory_table(listings, stored))
+    del Inventory
+
+
+@app.command()
+def plan(folder: Folder, suppliers: Suppliers = None, json_file: Json = None) -> None:
+    """Match the researched computes with Solutions: exact, adapter, or a new kernel is needed."""
+    from kernelgraft import machine, pipeline
+    from kernelgraft.records import Research
+    from kernelgraft.report import plan_table
+    from kernelgraft.suppliers import select
+
+    inventory = _existing(folder)
+    chosen = select(_names(suppliers))
+    record = inventory.load_record("research", Research)
+    computes = pipeline.computes_of(record, inventory.definitions())
+    if not computes:
+        raise _nothing(record.model.name)
+    made = pipeline.make_plan(record.model, pipeline.candidates(computes, chosen, machine.read()), inventory)
+    if not _wrote_json(made.model_dump(mode="json"), json_file):
+        Console().print(plan_table(made))
+        _say_files(folder)
+
+
+@app.command()
+def integrate(
+    folder: Folder,
+    policy: PolicyOption = "fastest",
+    force: Force = False,
+    json_file: Json = None,
+    device: Device = "cpu",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Verify the planned Solutions, time them in the model, and write the graft."""
+    from kernelgraft import machine, pipeline
+    from kernelgraft.identity import model_card
+    from kernelgraft.records import Plan, Research
+    from kernelgraft.report import graft_table
+
+    inventory = _existing(folder)
+    record = inventory.load_record("research", Research)
+    planned = pipeline.planned(inventory.load_record("plan", Plan), inventory)
+    with _progress() as progress:
+        loaded = _load(record.model.name, record.model.dtype, device, trust_remote_code)
+        done, graft = pipeline.already(
+            loaded.model, model_card(loaded.model, loaded.ref.spec), machine.read(), inventory
+        )
+        if done and not force:
+            people.print(f"{done}; --force redoes it")
+        else:
+            computes = pipeline.recapture(loaded, record, inventory.definitions())
+            graft = pipeline.make_graft(
+                loaded, computes, planned, inventory, policy=_policy(policy), progress=progress
+            )
+    assert graft is not None
+    if not _wrote_json(graft.model_dump(mode="json"), json_file):
+        Console().print(graft_table(graft))
+        _say_files(folder)
+
+
+@app.command()
+def bench(
+    model: Model,
+    graft: Annotated[Path | None, typer.Option(help="Folder of the graft; without it only the baseline runs.")] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of runs.")] = 5,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per run.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per run.")] = 1,
+    cache: Annotated[str, typer.Option(help="dynamic or static.")] = "dynamic",
+    json_file: Json = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+) -> None:
+    """Generate with the original and with the graft, in fresh processes, interleaved."""
+    from kernelgraft.report import bench_table
+
+    result = _bench(model, graft, pairs, new_tokens, batch, _cache(cache), dtype, device)
+    if not _wrote_json(result.model_dump(mode="json"), json_file):
+        Console().print(bench_table(result))
+
+
+@app.command()
+def export(
+    graft: Annotated[Path, typer.Argument(help="Folder of the graft.")],
+    dest: Annotated[Path, typer.Option(help="Where to write.")],
+    format: Annotated[str, typer.Option(help="monkey-patch or flashinfer-trace.")] = "monkey-patch",
+    package: Annotated[str, typer.Option(help="Name of the emitted package.")] = "kernelgraft_kernels",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Write a graft as plain Python that patches classes before load, or as a FlashInfer-Bench trace set."""
+    from kernelgraft import emit
+    from kernelgraft.records import Graft
+
+    source = _existing(graft)
+    record = source.load_record("graft", Graft)
+    files = emit.export(record, format=format, dest=dest, package=package, inventory=source, overwrite=overwrite)
+    for file in files:
+        print(file)
+
+
+@app.command()
+def run(
+    model: Model,
+    out: Out = None,
+    json_file: Json = None,
+    suppliers: Suppliers = None,
+    policy: PolicyOption = "fastest",
+    force: Force = False,
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of benchmark runs.")] = 5,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per benchmark run.")] = 64,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    trust_remote_code: Trust = False,
+) -> None:
+    """The whole job: research, plan, verify, measure, graft, and benchmark."""
+    from kernelgraft import pipeline, report
+    from kernelgraft.store import Inventory
+
+    chosen, how = _names(suppliers), _policy(policy)
+    store = Inventory(_folder(out, model))
+    with _progress() as progress:
+        loaded = _load(model, dtype, device, trust_remote_code)
+        done = pipeline.run_integration(
+            loaded, store, suppliers=chosen, policy=how, force=force, progress=progress
+        )
+    console = people if json_file == Path("-") else Console()
+    if done.already:
+        people.print(f"{done.already}; --force redoes it")
+    console.print(report.graft_table(done.graft))
+    result = None
+    if not done.already and done.graft.accepted:
+        result = _bench(model, store.root, pairs, new_tokens, 1, "dynamic", dtype, device)
+        store.save_record("bench", result)
+        console.print(report.bench_table(result))
+    files = report.write(store, done.graft, done.plan, result)
+    _wrote_json(report.result(done.graft, result, files), json_file)
+    _say_files(store.root)
+
+
+def main() -> None:
+    """Entry point: our errors become one line on stderr and their exit code."""
+    try:
+        app()
+    except KernelgraftError as error:
+        people.print(f"kernelgraft: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+def _bench(
+    model: str,
+    graft: Path | None,
+    pairs: int,
+    new_tokens: int,
+    batch: int,
+    cache: Literal["dynamic", "static"],
+    dtype: str | None,
+    device: str,
+) -> Any:
+    from kernelgraft.bench import bench as run_bench
+
+    with _progress() as progress:
+        return run_bench(
+            model,
+            graft,
+            pairs=pairs,
+            new_tokens=new_tokens,
+            batch=batch,
+            cache=cache,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+        )
+
+
+def _load(model: str, dtype: str | None, device: str, trust_remote_code: bool) -> Loaded:
+    import torch
+
+    from kernelgraft.models import load
+
+    chosen = None
+    if dtype is not None:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise UsageError(f"dtype `{dtype}` is not float32, bfloat16 or float16")
+        chosen = getattr(torch, dtype)
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"device `{device}` is not cpu, cuda or cuda:<index>")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device `{device}` is not here: torch sees no GPU; use --device cpu")
+    return load(model, dtype=chosen, device=device, trust_remote_code=trust_remote_code)
+
+
+def _folder(out: Path | None, model: str) -> Path:
+    return out or Path("kernelgraft-" + "".join(c if c.isalnum() or c in "-_." else "-" for c in model).strip("-."))
+
+
+def _existing(folder: Path) -> Any:
+    from kernelgraft.store import Inventory
+
+    if not folder.is_dir():
+        raise UsageError(f"folder `{folder}` does not exist: run `kernelgraft research MODEL --out {folder}` first")
+    return Inventory(folder)
+
+
+def _names(suppliers: str | None) -> list[str] | None:
+    return [s.strip() for s in suppliers.split(",") if s.strip()] if suppliers else None
+
+
+def _policy(name: str) -> Any:
+    if name not in ("fastest", "verified"):
+        raise UsageError(f"policy `{name}` is not fastest or verified")
+    return name
+
+
+def _cache(name: str) -> Any:
+    if name not in ("dynamic", "static"):
+        raise UsageError(f"cache `{name}` is not dynamic or static")
+    return name
+
+
+def _nothing(model: str) -> KernelgraftError:
+    from kernelgraft.errors import NothingToPatch
+
+    return NothingToPatch(f"`{model}` has no site that a kernel could take: the table says what was tried")
+
+
+def _wrote_json(answer: Any, file: Path | None) -> bool:
+    """Write JSON to a file (atomically) or to stdout; True if stdout is taken by it."""
+    if file is None:
+        return False
+    text = json.dumps(answer, indent=2, ensure_ascii=False, allow_nan=False)
+    if file == Path("-"):
+        print(text)
+        return True
+    from kernelgraft.store import write_atomic
+
+    write_atomic(file, text + "\n")
+    return False
+
+
+def _say_files(root: Path) -> None:
+    people.print(f"records: {root}", markup=False, highlight=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=people) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(stage: str, done: int, total: int | None, text: str) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, text=text)
+            bars.update(tasks[stage], completed=done, total=total, text=text)
+
+        yield progress
+
+
+if __name__ == "__main__":
+    main()

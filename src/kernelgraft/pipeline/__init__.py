@@ -1,0 +1,25 @@
+"""The stages in order: research, plan, integrate. Each reads the records of the one before and writes its own."""
+
+from __future__ import annotations
+
+from kernelgraft.pipeline.integrate import Integration, integrate, make_graft, run_integration
+from kernelgraft.pipeline.planning import already, candidates, make_plan, planned
+from kernelgraft.pipeline.progress import Progress, silent
+from kernelgraft.pipeline.research import PROMPT, computes_of, recapture, research
+
+__all__ = [
+    "PROMPT",
+    "Integration",
+    "Progress",
+    "already",
+    "candidates",
+    "computes_of",
+    "integrate",
+    "make_graft",
+    "make_plan",
+    "planned",
+    "recapture",
+    "research",
+    "run_integration",
+    "silent",
+]

@@ -1,0 +1,118 @@
+"""Plan: for each compute, which Solutions could serve it; and whether the job is done already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from kernelgraft.errors import RecordError
+from kernelgraft.patch import find_applied
+from kernelgraft.pipeline.research import Compute
+from kernelgraft.records import CandidateRow, Definition, Graft, MachineCard, ModelCard, Plan, PlanRow, Solution
+from kernelgraft.store import Inventory
+from kernelgraft.suppliers.base import Refusal, Supplier
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The Solutions to try for each Definition, best first, and the plan's rows that say the same."""
+
+    rows: tuple[PlanRow, ...]
+    solutions: dict[str, tuple[Solution, ...]]
+    """By Definition name."""
+
+
+def candidates(computes: Iterable[Compute], suppliers: Sequence[Supplier], machine: MachineCard) -> Candidates:
+    """Ask every supplier for every Definition; exact matches come before adapters, suppliers in their order."""
+    rows: list[PlanRow] = []
+    solutions: dict[str, tuple[Solution, ...]] = {}
+    for compute in computes:
+        lines: list[CandidateRow] = []
+        for definition in compute.definitions:
+            found, said = _for_definition(definition, suppliers, machine)
+            solutions[definition.name] = found
+            lines += said
+        matches = {line.match for line in lines if line.match}
+        verdict = "exact" if "exact" in matches else "adapter" if matches else "new kernel"
+        rows.append(
+            PlanRow(
+                family=compute.family,
+                definitions=tuple(d.name for d in compute.definitions),
+                sites=tuple(s.key for s in compute.sites),
+                candidates=tuple(lines),
+                verdict=verdict,
+            )
+        )
+    return Candidates(tuple(rows), solutions)
+
+
+def _for_definition(
+    definition: Definition, suppliers: Sequence[Supplier], machine: MachineCard
+) -> tuple[tuple[Solution, ...], list[CandidateRow]]:
+    found: list[Solution] = []
+    lines: list[CandidateRow] = []
+    for supplier in suppliers:
+        if reason := supplier.unavailable(machine):
+            lines.append(CandidateRow(supplier=supplier.name, reason=reason))
+            continue
+        answer = supplier.candidates(definition, machine)
+        if isinstance(answer, Refusal):
+            lines.append(CandidateRow(supplier=supplier.name, reason=answer.reason))
+            continue
+        found += answer
+        lines += [CandidateRow(supplier=supplier.name, solution=s.name, match=s.meta.match) for s in answer]
+    found.sort(key=lambda s: s.meta.match != "exact")
+    return tuple(found), lines
+
+
+def already(
+    model: nn.Module, card: ModelCard, machine: MachineCard, inventory: Inventory
+) -> tuple[str | None, Graft | None]:
+    """What makes the job done: a graft on this very model, or one on disk for the same model, versions and machine.
+
+    Returns what to say, and the graft where there is one.
+    """
+    if applied := find_applied(model):
+        families = ", ".join(dict.fromkeys(p.family for p in applied.graft.accepted))
+        return f"`{card.name}` is already grafted ({families})", applied.graft
+    graft = inventory.load_record("graft", Graft) if inventory.has_record("graft") else None
+    if graft and same_job(graft, card, machine):
+        return f"`{card.name}` has a graft on disk for this model, these versions and this machine", graft
+    return None, None
+
+
+def same_job(graft: Graft, card: ModelCard, machine: MachineCard) -> bool:
+    """True if a graft was made for this model, on this hardware, with these library versions."""
+    here, there = machine, graft.machine
+    return (
+        graft.model == card
+        and (here.cpu, here.cores, here.gpu, here.gpu_driver) == (there.cpu, there.cores, there.gpu, there.gpu_driver)
+        and here.versions == there.versions
+    )
+
+
+def make_plan(card: ModelCard, found: Candidates, inventory: Inventory) -> Plan:
+    """Write the candidates and `plan.json`."""
+    plan = Plan(model=card, rows=found.rows)
+    for group in found.solutions.values():
+        for solution in group:
+            inventory.save_solution(solution)
+    inventory.save_record("plan", plan)
+    return plan
+
+
+def planned(plan: Plan, inventory: Inventory) -> Candidates:
+    """The candidates of a plan on disk."""
+    stored = inventory.solutions()
+    solutions: dict[str, list[Solution]] = {name: [] for row in plan.rows for name in row.definitions}
+    for row in plan.rows:
+        for line in row.candidates:
+            if line.solution is None:
+                continue
+            if line.solution not in stored:
+                raise RecordError(f"solution `{line.solution}` of the plan is missing: run `kernelgraft plan` again")
+            solution = stored[line.solution]
+            solutions[solution.definition].append(solution)
+    return Candidates(plan.rows, {name: tuple(found) for name, found in solutions.items()})
