@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from kernelgraft.families.points import holds
 from kernelgraft.records import Axis, Definition, DefinitionMeta, Site, TensorSpec
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,30 +118,28 @@ def define(
         meta=DefinitionMeta(
             family=family,
             semantics=semantics,
-            fingerprint=fingerprint(reference, axis_records, specs_in),
+            fingerprint=fingerprint(reference, axis_records, specs_in, constraints),
             sources=(site.source,),
             reference_error=reference_error,
         ),
     )
 
 
-def fingerprint(reference: str, axes: dict[str, Axis], inputs: dict[str, TensorSpec]) -> str:
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+
+
+def fingerprint(
+    reference: str, axes: dict[str, Axis], inputs: dict[str, TensorSpec], constraints: Sequence[str] = ()
+) -> str:
     """SHA-256 of the operator graph that the reference traces to, with dtypes and constants, free of names.
 
     The graph is traced on fake tensors; a var axis gets a prime that stands for nothing else, so that its uses in the
-    graph are recognised and renamed by order.
+    graph are recognised and renamed by order. Axes that a constraint ties together share one.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    primes = iter((1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049))
-    sizes: dict[str, int] = {}
-    names: dict[int, str] = {}
-    for axis_name, axis in axes.items():
-        if axis.value is None:
-            sizes[axis_name] = next(primes)
-            names[sizes[axis_name]] = f"axis{len(names)}"
-        else:
-            sizes[axis_name] = axis.value
+    sizes = _traced_sizes(axes, constraints)
+    names = {p: f"axis{i}" for i, p in enumerate(_PRIMES) if p in sizes.values()}
     with _fake() as mode, mode:
         tensors: list[Any] = [
             1.0 if spec.shape is None else torch.empty([sizes[a] for a in spec.shape], dtype=torch_dtype(spec.dtype))
@@ -163,6 +162,26 @@ def fingerprint(reference: str, axes: dict[str, Axis], inputs: dict[str, TensorS
         target = node.target if node.op == "call_function" else ""
         lines.append(f"{order[node]}={node.op}:{target}({','.join(map(canonical, node.args))};{keywords})")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _traced_sizes(axes: dict[str, Axis], constraints: Sequence[str]) -> dict[str, int]:
+    """A prime per var axis; where the constraints forbid that, the size of an earlier axis, or 1."""
+    fixed = {name: axis.value for name, axis in axes.items() if axis.value is not None}
+    free = [name for name, axis in axes.items() if axis.value is None]
+    chosen: dict[str, int] = {}
+
+    def choose(index: int) -> bool:
+        if index == len(free):
+            return holds(constraints, {**fixed, **chosen})
+        for size in (_PRIMES[index], *(chosen[name] for name in free[:index]), 1):
+            chosen[free[index]] = size
+            if choose(index + 1):
+                return True
+        return False
+
+    if not choose(0):
+        raise ValueError(f"no sizes satisfy {', '.join(constraints)}")
+    return {name: fixed[name] if name in fixed else chosen[name] for name in axes}
 
 
 @contextlib.contextmanager
