@@ -73,10 +73,14 @@ class Site(Record):
 
     @property
     def key(self) -> str:
-        """Unique text for messages and claims, e.g. `model.layers.*.self_attn.forward:apply_rotary_pos_emb`."""
+        """Unique text for messages and claims, e.g. `model.layers.*.self_attn.forward:apply_rotary_pos_emb`.
+
+        Sites that would share it (layers of one class set up differently, a norm called twice) end in `#1`, `#2`, …
+        """
+        variant = f"#{self.detail['variant']}" if "variant" in self.detail else ""
         if self.kind == "module":
-            return self.path
-        return f"{self.path}.{self.method}:{self.symbol}"
+            return self.path + variant
+        return f"{self.path}.{self.method}:{self.symbol}{variant}"
 
 
 class Axis(Record):
@@ -367,6 +371,8 @@ class Seat(Record):
     regime: Regime
     work: int
     """Size of the measured call (rows); at run time the nearest measured size decides."""
+    axes: dict[str, int] | None = None
+    """Sizes of the var axes of the measured call; an equal call takes this seat before the nearest size is asked."""
     original_us: float | None = None
     solution_us: float | None = None
     """Best verified Solution's time, seated or not; None if nothing could be measured."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
-from kernelgraft.records import Definition, Regime, Site
+from kernelgraft.records import Definition, Site
+from kernelgraft.sites.calls import Call
+
+__all__ = ["Call", "Distribution", "Family", "Kernel", "Recognition", "Rejection", "Seat", "Select"]
 
 Kernel = Callable[..., Any]
 """Takes the Definition's inputs in order, returns its output, or a tuple of its outputs."""
@@ -27,27 +29,6 @@ A site with several Definitions (attention with and without a mask) tells them a
 Distribution = Literal["normal", "uniform_2_4", "tiny", "huge", "zeros_rows", "ramp", "binary", "inf", "nan"]
 """How fresh activations are drawn (`research` C7): N(0,1); U(2,4); 1e-4·N(0,1); near dtype max / 64; N(0,1) with zero
 rows; a ramp along the last axis; {0,1}; one ±inf; one NaN."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One recorded call of a site, tensors cloned before the call."""
-
-    instance: str
-    """Full path of the module."""
-    module: nn.Module
-    """`module`: the module itself; `function`/`attention`/`statement`: the module whose method makes the call."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    regime: Regime
-    original: Callable[..., Any]
-    """What ran: `original(*args, **kwargs)` gives `output`. For `module` and `statement` sites args[0] is NOT the module:
-    call `original(module, *args, **kwargs)`."""
-    cache: Literal["dynamic", "static"] = "dynamic"
-    padded: bool = False
-    mutated: tuple[str, ...] = ()
-    """Names (`args[0]`, `kwargs.x`) of tensors that the call changed in place."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,303 @@
+"""Copies of a method around a replaced global or a rewritten statement; the original, and its globals, stay as they are.
+
+A method is often several layers deep: decorators that check arguments, record outputs or checkpoint. Each layer is copied
+as it is, with the closure cell that holds the next layer pointing at the copy of that layer.
+
+Not covered: a decorator that is an object instead of a function, or that keeps the inner function elsewhere than in a
+closure cell (`RebindError`); a layer that calls itself through its own cell (the cell keeps the original layer, because
+layers that compare themselves with the class's method must go on finding themselves there).
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dis
+import hashlib
+import importlib.metadata
+import inspect
+import itertools
+import linecache
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kernelgraft.errors import RebindError
+from kernelgraft.records import SourceRef
+
+Transform = Callable[[ast.FunctionDef], ast.FunctionDef]
+
+_TREE = "__kernelgraft_tree__"
+"""Attribute of a recompiled function: its syntax tree, because the file on disk still holds the original."""
+
+INJECTED = "__kernelgraft_"
+"""Prefix of the globals that a transform may introduce; exempt from the mangling of private names."""
+
+
+def innermost(method: Callable[..., Any]) -> types.FunctionType:
+    """The plain function under all decorators of `method` (a function or a bound method)."""
+    return _layers(method)[-1]
+
+
+def rebind(
+    method: Callable[..., Any], *, names: dict[str, Any] | None = None, transform: Transform | None = None
+) -> types.FunctionType:
+    """A copy of `method` in which the globals `names` have other values and/or the statements are rewritten.
+
+    `method` is a plain function that takes self, decorated or not. `transform` gets a private copy of the syntax tree of the
+    innermost function and returns the tree to compile. The copy keeps signature, defaults, closure, name, documentation and
+    line numbers; its globals are a snapshot. Raises RebindError if a name is not loaded as a global by the innermost
+    function, if a layer cannot be copied, or if the source is not that of the loaded code.
+    """
+    layers = _layers(method)
+    inner = layers[-1]
+    code, tree = (inner.__code__, None) if transform is None else _recompile(inner, transform)
+    unused = sorted(set(names or ()) - loaded_globals(code))
+    if unused:
+        raise RebindError(
+            f"`{inner.__qualname__}` does not use {', '.join(f'`{n}`' for n in unused)} as a global; "
+            f"it uses {', '.join(sorted(loaded_globals(inner.__code__))) or 'none'}"
+        )
+    cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+    scope = {**inner.__globals__, **(names or {})}
+    if "__name__" not in loaded_globals(code):
+        # torch.compile reads the globals of an inlined function from the module of that name: there stand the originals.
+        scope.pop("__name__", None)
+    built = _copy(inner, code, scope, tuple(cells[n] for n in code.co_freevars))
+    if tree is not None:
+        built.__dict__[_TREE] = tree
+    below: types.FunctionType = inner
+    for layer in reversed(layers[:-1]):
+        closure = tuple(types.CellType(built) if _holds(c, below) else c for c in layer.__closure__ or ())
+        copied = _copy(layer, layer.__code__, layer.__globals__, closure)
+        if "__wrapped__" in copied.__dict__:
+            copied.__dict__["__wrapped__"] = built
+        built, below = copied, layer
+    return built
+
+
+def global_functions(method: Callable[..., Any]) -> dict[str, types.FunctionType]:
+    """Globals that the innermost function of `method` loads and that are plain Python functions, under their decorators.
+
+    Functions of torch, classes and builtins are left out.
+    """
+    inner = innermost(method)
+    found = {}
+    for name in sorted(loaded_globals(inner.__code__)):
+        value = inspect.unwrap(inner.__globals__[name]) if callable(inner.__globals__.get(name)) else None
+        if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch":
+            found[name] = value
+    return found
+
+
+def loaded_globals(code: types.CodeType) -> set[str]:
+    """Names that `code`, or a function defined inside it, loads as globals."""
+    found: set[str] = set()
+    for each in _nested(code):
+        found.update(i.argval for i in dis.get_instructions(each) if i.opname == "LOAD_GLOBAL")
+    return found
+
+
+def function_tree(method: Callable[..., Any]) -> ast.FunctionDef:
+    """A private copy of the syntax tree of the innermost function of `method`, without decorators, absolute line numbers.
+
+    Raises RebindError if there is no source, or if it does not compile to the code that is loaded.
+    """
+    inner = innermost(method)
+    if _TREE in inner.__dict__:
+        tree: ast.FunctionDef = copy.deepcopy(inner.__dict__[_TREE])
+        return tree
+    try:
+        linecache.checkcache(inner.__code__.co_filename)
+        lines, first = inspect.getsourcelines(inner)
+        found = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError) as error:
+        raise RebindError(f"`{inner.__qualname__}` has no source to rewrite ({error})") from error
+    if not isinstance(found, ast.FunctionDef):
+        raise RebindError(f"`{inner.__qualname__}` is not written as a `def`")
+    found.decorator_list = []
+    ast.increment_lineno(found, first - 1)
+    if not _same_code(_compile(found, inner), inner.__code__):
+        raise RebindError(f"`{inner.__qualname__}`: the source on disk is not that of the loaded code; restart Python")
+    return found
+
+
+def source_ref(
+    obj: Callable[..., Any] | type, *, first: int | None = None, last: int | None = None, symbol: str | None = None
+) -> SourceRef:
+    """Where a function or class is written: file, lines (or lines `first` to `last` of that file), hash of their text.
+
+    Code of an installed transformers release gets a permalink at that release's tag. Raises RebindError without source.
+    """
+    plain = obj if isinstance(obj, type) else innermost(obj)
+    try:
+        lines, begin = inspect.getsourcelines(plain)
+        text = linecache.getlines(inspect.getsourcefile(plain) or "")
+    except (OSError, TypeError) as error:
+        raise RebindError(f"`{plain.__qualname__}` has no source to cite ({error})") from error
+    first = begin if first is None else first
+    last = begin + len(lines) - 1 if last is None else last
+    cited = "".join(text[first - 1 : last] if text else lines)
+    file = plain.__module__.replace(".", "/") + ".py"
+    release = importlib.metadata.version("transformers") if file.startswith("transformers/") else ""
+    tagged = bool(re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", release))
+    url = f"https://github.com/huggingface/transformers/blob/v{release}/src/{file}#L{first}-L{last}" if tagged else None
+    return SourceRef(
+        file=file,
+        first_line=first,
+        last_line=last,
+        sha256=hashlib.sha256(cited.encode()).hexdigest(),
+        url=url,
+        symbol=symbol or plain.__qualname__,
+    )
+
+
+def _layers(method: Callable[..., Any]) -> list[types.FunctionType]:
+    """The functions from the outermost decorator to the innermost function."""
+    layer: Any = getattr(method, "__func__", method)
+    layers: list[types.FunctionType] = []
+    while layer is not None:
+        if not isinstance(layer, types.FunctionType):
+            name = getattr(method, "__qualname__", repr(method))
+            raise RebindError(f"`{name}` cannot be copied: under {len(layers)} decorators there is a {type(layer).__name__}")
+        if layer in layers:
+            raise RebindError(f"`{layer.__qualname__}` cannot be copied: its decorators form a circle")
+        layers.append(layer)
+        layer = _next(layer)
+    return layers
+
+
+def _next(layer: types.FunctionType) -> Any:
+    """What `layer` decorates; None if it decorates nothing."""
+    cells = layer.__closure__ or ()
+    if "__wrapped__" in layer.__dict__:
+        inner = layer.__dict__["__wrapped__"]
+        if not any(_holds(c, inner) for c in cells):
+            raise RebindError(f"`{layer.__qualname__}` cannot be copied: a decorator keeps it outside its closure")
+        return inner
+    # A decorator without functools.wraps: it passes on whatever it gets to the one method in its closure.
+    variadic = layer.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    methods = [c.cell_contents for c in cells if variadic and _is_method(c)]
+    return methods[0] if len(methods) == 1 and methods[0] is not layer else None
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # an empty cell
+        return False
+
+
+def _is_method(cell: types.CellType) -> bool:
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        return False
+    return isinstance(value, types.FunctionType) and value.__code__.co_varnames[:1] == ("self",)
+
+
+def _copy(
+    function: types.FunctionType, code: types.CodeType, names: dict[str, Any], closure: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    copied = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = dict(function.__kwdefaults__) if function.__kwdefaults__ else None
+    for attribute in ("__qualname__", "__module__", "__doc__", "__type_params__"):
+        if hasattr(function, attribute):
+            setattr(copied, attribute, getattr(function, attribute))
+    # From Python 3.14 on annotations are computed on demand.
+    lazy = "__annotate__" if hasattr(function, "__annotate__") else "__annotations__"
+    setattr(copied, lazy, getattr(function, lazy))
+    copied.__dict__.update(function.__dict__)
+    return copied
+
+
+def _recompile(inner: types.FunctionType, transform: Transform) -> tuple[types.CodeType, ast.FunctionDef]:
+    tree = ast.fix_missing_locations(transform(function_tree(inner)))
+    code = _compile(tree, inner)
+    strange = set(code.co_freevars) - set(inner.__code__.co_freevars)
+    if strange:
+        raise RebindError(f"`{inner.__qualname__}`: the rewritten code needs the variables {', '.join(sorted(strange))}")
+    return code, tree
+
+
+def _compile(tree: ast.FunctionDef, inner: types.FunctionType) -> types.CodeType:
+    """The code object of `tree` as if it stood where `inner` was written: same free variables, same private names."""
+    body: ast.FunctionDef = copy.deepcopy(tree)
+    parents = inner.__qualname__.split(".")[:-1]
+    if parents and parents[-1] != "<locals>":
+        _Mangle(parents[-1]).visit(body)
+    free = inner.__code__.co_freevars
+    outer = ast.parse(f"def {INJECTED}outer({', '.join(free)}): pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.body = [body]
+    module = ast.fix_missing_locations(ast.Module(body=[outer], type_ignores=[]))
+    flags = inner.__code__.co_flags & _FUTURE
+    whole = compile(module, inner.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    found = next(c for c in itertools.islice(_nested(whole), 2, None) if c.co_name == tree.name)
+    return found.replace(co_qualname=inner.__code__.co_qualname)
+
+
+def _future_flags() -> int:
+    import __future__
+
+    flags = 0
+    for name in __future__.all_feature_names:
+        flags |= getattr(__future__, name).compiler_flag
+    return flags
+
+
+_FUTURE = _future_flags()
+
+
+class _Mangle(ast.NodeTransformer):
+    """Private names (`__x`) as the compiler mangles them inside a class."""
+
+    def __init__(self, class_name: str) -> None:
+        self.prefix = "_" + class_name.lstrip("_")
+
+    def _mangled(self, name: str) -> str:
+        private = re.fullmatch(r"__\w*(?<!__)", name) and not name.startswith(INJECTED)
+        return self.prefix + name if private else name
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = self._mangled(node.id)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        node.attr = self._mangled(node.attr)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        self.generic_visit(node)
+        node.arg = self._mangled(node.arg)
+        return node
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _same_code(ours: types.CodeType, loaded: types.CodeType) -> bool:
+    """True if both do the same, whatever their line numbers and the compiler's choice of call instructions.
+
+    That choice depends on what the rest of the file imports, which a function compiled alone does not show.
+    """
+
+    def plain(code: types.CodeType) -> list[Any]:
+        steps = [
+            ("LOAD_ATTR" if i.opname == "LOAD_METHOD" else i.opname, None if i.opcode in _JUMPS else str(i.argval))
+            for i in dis.get_instructions(code)
+            if i.opname not in ("PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG")
+        ]
+        return [s for s in steps if "<code object" not in str(s[1])]
+
+    return [plain(c) for c in _nested(ours)] == [plain(c) for c in _nested(loaded)]
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
