@@ -49,7 +49,7 @@ def residual_norm_seat(
             return False
         if registry._global_forward_hooks or registry._global_forward_pre_hooks or "_hf_hook" in own:
             return False
-        if "forward" in own and not hasattr(own["forward"], "__kernelgraft__"):
+        if "forward" in own and not hasattr(own["forward"], "__kernelgraft_sites__"):
             return False
         return eps_attribute is None or bool(getattr(norm, eps_attribute) == eps)
 
