@@ -8,19 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 from kernelgraft.sites.calls import Call
+from kernelgraft.sites.capture import Capture, Run, capture, generate
+from kernelgraft.sites.discover import discover
 from kernelgraft.sites.install import Undo, current, install
 from kernelgraft.sites.rebind import global_functions, innermost, rebind, source_ref
+from kernelgraft.sites.statements import injected_name, original, transformer
 
 __all__ = [
     "Call",
+    "Capture",
     "InterfaceProxy",
+    "Run",
     "Undo",
+    "capture",
     "current",
+    "discover",
+    "generate",
     "global_functions",
+    "injected_name",
     "innermost",
     "install",
+    "original",
     "rebind",
     "source_ref",
+    "transformer",
 ]
 
 

@@ -1,8 +1,9 @@
 """A stand-in for the object through which models look up their attention function.
 
-The object is replaced only in the copied globals of one method of one instance. Registering a new attention name instead
-would mean writing it into the configuration, which two models can share, and would need a mask function of its own; with the
-stand-in the name, and so the mask, stay those of the original, and the process-wide registry is never written.
+The object is replaced only in the copied globals of one method of one instance. Registering a new attention name
+instead would mean writing it into the configuration, which two models can share, and would need a mask function of
+its own; with the stand-in the name, and so the mask, stay those of the original, and the process-wide registry is
+never written.
 """
 
 from __future__ import annotations

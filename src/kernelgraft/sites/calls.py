@@ -24,8 +24,8 @@ class Call:
     output: Any
     regime: Regime
     original: Callable[..., Any]
-    """What ran: `original(*args, **kwargs)` gives `output`. For `module` and `statement` sites args[0] is NOT the module:
-    call `original(module, *args, **kwargs)`."""
+    """What ran: `original(*args, **kwargs)` gives `output`. For `module` and `statement` sites args[0] is NOT the
+    module: call `original(module, *args, **kwargs)`."""
     cache: Literal["dynamic", "static"] = "dynamic"
     padded: bool = False
     mutated: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
 """Put a function in the place of one method of one module, and take it out again.
 
-The function is bound as a method in the instance's dictionary, so that the class, other instances and the module tree are
-untouched and a deep copy gets it bound to the copy. If accelerate's hook sits on the module, the function goes under it.
+The function is bound as a method in the instance's dictionary, so that the class, other instances and the module tree
+are untouched and a deep copy gets it bound to the copy. If accelerate's hook sits on the module, the function goes
+under it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def current(module: nn.Module, method_name: str = "forward") -> types.FunctionTy
         found = None
     if not isinstance(found, types.FunctionType):
         raise RebindError(
-            f"`{type(module).__name__}.{method_name}` is no plain method of this module: something else replaced it; undo that"
+            f"`{type(module).__name__}.{method_name}` was replaced by something that is no method; undo that first"
         )
     return found
 
@@ -46,7 +47,9 @@ def current(module: nn.Module, method_name: str = "forward") -> types.FunctionTy
 class Undo:
     """Takes an installed function out again: calling it restores exactly what was there, wherever it sits now."""
 
-    def __init__(self, module: nn.Module, method_name: str, installed: types.MethodType, slot: str, previous: Any) -> None:
+    def __init__(
+        self, module: nn.Module, method_name: str, installed: types.MethodType, slot: str, previous: Any
+    ) -> None:
         self._module = module
         self._method_name = method_name
         self._installed = installed
@@ -61,18 +64,20 @@ class Undo:
         return not self._done and self._module.__dict__.get(slot) is self._installed
 
     def __call__(self) -> None:
-        """Restore. A second call does nothing. Raises RebindError if another replacement hides the installed function."""
+        """Restore. A second call does nothing. Raises RebindError if a later replacement hides what was installed."""
         if self._done:
             return
         module, name = self._module, self._method_name
         inside = module.__dict__
         held = [s for s in dict.fromkeys((self._slot, name, _OLD)) if inside.get(s) is self._installed]
-        cells = [c for s in (name, _OLD) if s in inside for c in _cells(inside[s]) if c.cell_contents is self._installed]
+        cells = [
+            c for s in (name, _OLD) if s in inside for c in _cells(inside[s]) if c.cell_contents is self._installed
+        ]
         if not held and not cells:
             raise RebindError(
                 f"`{type(module).__name__}.{name}` was replaced after kernelgraft; undo the later replacement first"
             )
-        # Where a hook or wrapper came on top it holds a method, so an absent attribute becomes the class's method there.
+        # What a hook or wrapper on top holds is a method, so an absent attribute becomes the class's method there.
         as_method = self._previous
         if as_method is _ABSENT:
             as_method = types.MethodType(getattr(type(module), name), module)

@@ -1,7 +1,7 @@
-"""Copies of a method around a replaced global or a rewritten statement; the original, and its globals, stay as they are.
+"""Copies of a method around a replaced global or a rewritten statement; the original and its globals stay.
 
-A method is often several layers deep: decorators that check arguments, record outputs or checkpoint. Each layer is copied
-as it is, with the closure cell that holds the next layer pointing at the copy of that layer.
+A method is often several layers deep: decorators that check arguments, record outputs or checkpoint. Each layer is
+copied as it is, with the closure cell that holds the next layer pointing at the copy of that layer.
 
 Not covered: a decorator that is an object instead of a function, or that keeps the inner function elsewhere than in a
 closure cell (`RebindError`); a layer that calls itself through its own cell (the cell keeps the original layer, because
@@ -19,7 +19,6 @@ import inspect
 import itertools
 import linecache
 import re
-import textwrap
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,10 +45,10 @@ def rebind(
 ) -> types.FunctionType:
     """A copy of `method` in which the globals `names` have other values and/or the statements are rewritten.
 
-    `method` is a plain function that takes self, decorated or not. `transform` gets a private copy of the syntax tree of the
-    innermost function and returns the tree to compile. The copy keeps signature, defaults, closure, name, documentation and
-    line numbers; its globals are a snapshot. Raises RebindError if a name is not loaded as a global by the innermost
-    function, if a layer cannot be copied, or if the source is not that of the loaded code.
+    `method` is a plain function that takes self, decorated or not. `transform` gets a private copy of the syntax tree
+    of the innermost function and returns the tree to compile. The copy keeps signature, defaults, closure, name,
+    documentation and line numbers; its globals are a snapshot. Raises RebindError if a name is not loaded as a global
+    by the innermost function, if a layer cannot be copied, or if the source is not that of the loaded code.
     """
     layers = _layers(method)
     inner = layers[-1]
@@ -63,7 +62,7 @@ def rebind(
     cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
     scope = {**inner.__globals__, **(names or {})}
     if "__name__" not in loaded_globals(code):
-        # torch.compile reads the globals of an inlined function from the module of that name: there stand the originals.
+        # torch.compile reads the globals of an inlined function from the module of that name, where the originals are.
         scope.pop("__name__", None)
     built = _copy(inner, code, scope, tuple(cells[n] for n in code.co_freevars))
     if tree is not None:
@@ -79,7 +78,7 @@ def rebind(
 
 
 def global_functions(method: Callable[..., Any]) -> dict[str, types.FunctionType]:
-    """Globals that the innermost function of `method` loads and that are plain Python functions, under their decorators.
+    """Globals that the innermost function of `method` loads and that are Python functions, under their decorators.
 
     Functions of torch, classes and builtins are left out.
     """
@@ -101,7 +100,7 @@ def loaded_globals(code: types.CodeType) -> set[str]:
 
 
 def function_tree(method: Callable[..., Any]) -> ast.FunctionDef:
-    """A private copy of the syntax tree of the innermost function of `method`, without decorators, absolute line numbers.
+    """A private copy of the syntax tree of the innermost function of `method`: no decorators, line numbers of the file.
 
     Raises RebindError if there is no source, or if it does not compile to the code that is loaded.
     """
@@ -112,13 +111,16 @@ def function_tree(method: Callable[..., Any]) -> ast.FunctionDef:
     try:
         linecache.checkcache(inner.__code__.co_filename)
         lines, first = inspect.getsourcelines(inner)
-        found = ast.parse(textwrap.dedent("".join(lines))).body[0]
+        # A method's lines are parsed under an `if`, because dedenting would change strings that span lines.
+        indented = lines[0][:1].isspace()
+        body: list[Any] = ast.parse(("if True:\n" if indented else "") + "".join(lines)).body
+        found = body[0].body[0] if indented else body[0]
     except (OSError, TypeError, SyntaxError, IndexError) as error:
         raise RebindError(f"`{inner.__qualname__}` has no source to rewrite ({error})") from error
     if not isinstance(found, ast.FunctionDef):
         raise RebindError(f"`{inner.__qualname__}` is not written as a `def`")
     found.decorator_list = []
-    ast.increment_lineno(found, first - 1)
+    ast.increment_lineno(found, first - 1 - indented)
     if not _same_code(_compile(found, inner), inner.__code__):
         raise RebindError(f"`{inner.__qualname__}`: the source on disk is not that of the loaded code; restart Python")
     return found
@@ -161,7 +163,9 @@ def _layers(method: Callable[..., Any]) -> list[types.FunctionType]:
     while layer is not None:
         if not isinstance(layer, types.FunctionType):
             name = getattr(method, "__qualname__", repr(method))
-            raise RebindError(f"`{name}` cannot be copied: under {len(layers)} decorators there is a {type(layer).__name__}")
+            raise RebindError(
+                f"`{name}` cannot be copied: under {len(layers)} decorators there is a {type(layer).__name__}"
+            )
         if layer in layers:
             raise RebindError(f"`{layer.__qualname__}` cannot be copied: its decorators form a circle")
         layers.append(layer)
@@ -218,7 +222,9 @@ def _recompile(inner: types.FunctionType, transform: Transform) -> tuple[types.C
     code = _compile(tree, inner)
     strange = set(code.co_freevars) - set(inner.__code__.co_freevars)
     if strange:
-        raise RebindError(f"`{inner.__qualname__}`: the rewritten code needs the variables {', '.join(sorted(strange))}")
+        raise RebindError(
+            f"`{inner.__qualname__}`: the rewritten code needs the variables {', '.join(sorted(strange))}"
+        )
     return code, tree
 
 
