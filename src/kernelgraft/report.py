@@ -1,0 +1,382 @@
+"""From records to tables, Markdown and the result object: pure functions, and `write`, which puts them on disk."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kernelgraft.bench.result import BenchResult, Comparison, Figure, Side
+from kernelgraft.records import (
+    SCHEMA_VERSION,
+    Evaluation,
+    Graft,
+    MachineCard,
+    ModelCard,
+    Patch,
+    Plan,
+    Research,
+    Seat,
+    Solution,
+    Status,
+)
+from kernelgraft.store import Inventory, write_atomic
+from kernelgraft.suppliers.base import Listing
+
+REGIMES = ("prefill", "decode")
+UNKNOWN = "–"
+
+
+# --- the result object ---
+
+
+def result(graft: Graft, bench: BenchResult | None, files: Mapping[str, str]) -> dict[str, Any]:
+    """The summary for machines (`--json`): only JSON values, unknown is None."""
+    model = graft.model
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {
+            "name": model.name,
+            "type": model.type,
+            "parameters": model.parameters,
+            "dtype": model.dtype,
+            "transformers": model.transformers,
+        },
+        "machine": graft.machine.model_dump(mode="json"),
+        "patches": [_patch_result(p, graft.solutions) for p in graft.patches],
+        "bench": None if bench is None else _bench_result(bench),
+        "files": dict(files),
+    }
+
+
+def _patch_result(patch: Patch, solutions: Mapping[str, Solution]) -> dict[str, Any]:
+    name = leading_solution(patch)
+    return {
+        "family": patch.family,
+        "sites": [s.key for s in patch.sites],
+        "status": patch.status,
+        "solution": name,
+        "supplier": solutions[name].meta.supplier if name is not None and name in solutions else None,
+        "reason": patch.reason,
+        "regimes": {
+            regime: {"original_us": seat.original_us, "solution_us": seat.solution_us, "seated": seat.seated}
+            for regime, seat in leading_seats(patch).items()
+        },
+    }
+
+
+def leading_seats(patch: Patch) -> dict[str, Seat]:
+    """One seat per regime: a seated one, else the first (a compute with several Definitions has several seats)."""
+    chosen: dict[str, Seat] = {}
+    for regime in REGIMES:
+        own = [s for s in patch.seats if s.regime == regime]
+        if own:
+            chosen[regime] = next((s for s in own if s.seated), own[0])
+    return chosen
+
+
+def leading_solution(patch: Patch) -> str | None:
+    """The first seated Solution, else the best verified one, else None."""
+    return next(iter(patch.solutions), None) or next((s.solution for s in patch.seats if s.solution), None)
+
+
+def _bench_result(bench: BenchResult) -> dict[str, Any]:
+    outputs, coverage = bench.outputs, bench.coverage
+    return {
+        "baseline": _side_result(bench.baseline),
+        "grafted": None if bench.grafted is None else _side_result(bench.grafted),
+        "tokens_equal": None if outputs is None else outputs.tokens_equal,
+        "logits_rel_rmse": None if outputs is None else outputs.logits_rel_rmse,
+        "coverage": None
+        if coverage is None
+        else {"device": coverage.device, "cpu_time_percent": coverage.cpu_time_percent},
+    }
+
+
+def _side_result(side: Side) -> dict[str, Any]:
+    return {
+        "tokens_per_s": {"mean": side.tokens_per_s.mean, "std": side.tokens_per_s.std},
+        "decode_tokens_per_s": None if side.decode_tokens_per_s is None else side.decode_tokens_per_s.mean,
+        "ttft_ms": side.ttft_ms.mean,
+        "peak_memory_bytes": side.peak_memory_bytes,
+    }
+
+
+def write(inventory: Inventory, graft: Graft, plan: Plan | None, bench: BenchResult | None) -> dict[str, str]:
+    """Write `result.json` and `report.md` beside the records; returns every file of the job by name."""
+    root = inventory.root
+    names = {"research": "research.json", "plan": "plan.json", "graft": "graft.json", "bench": "bench.json"}
+    files = {name: str(root / file) for name, file in names.items() if (root / file).is_file()}
+    files |= {"result": str(root / "result.json"), "report": str(root / "report.md")}
+    body = json.dumps(result(graft, bench, files), indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomic(root / "result.json", body + "\n")
+    write_atomic(root / "report.md", markdown(graft, plan, bench))
+    return files
+
+
+# --- tables ---
+
+
+def doctor_table(card: MachineCard, suppliers: Mapping[str, str | None]) -> RenderableType:
+    """What the machine has, and why a supplier cannot be used on it."""
+    table = Table("what", "found", title="This machine", title_justify="left")
+    for name, value in card.model_dump(exclude={"versions"}).items():
+        table.add_row(name.replace("_", " "), UNKNOWN if value is None else str(value))
+    for name, version in card.versions.items():
+        table.add_row(name, version)
+    for name, reason in suppliers.items():
+        table.add_row(f"supplier {name}", "usable" if reason is None else f"not usable: {reason}")
+    return table
+
+
+def research_table(research: Research) -> RenderableType:
+    """The sites that were recognised, and those that look like a family but were not; the rest is counted."""
+    table = Table("site", "instances", "family", "variant", "calls", title=_title(research.model), title_justify="left")
+    rest: Counter[str] = Counter()
+    for row in sorted(research.rows, key=lambda r: r.family is None):
+        if row.family is None and ":" not in (row.reason or ""):
+            rest[row.reason or "no family"] += 1
+            continue
+        calls = ", ".join(f"{regime} {count}" for regime, count in row.calls.items())
+        variant = variant_text(row.semantics) if row.family else f"not recognised: {row.reason}"
+        table.add_row(row.site.key, str(len(row.site.instances)), row.family or UNKNOWN, variant, calls or UNKNOWN)
+    lines = [Text(f"{count} other sites: {reason}") for reason, count in rest.most_common()]
+    return Group(table, *lines)
+
+
+def inventory_table(listings: Sequence[Listing], stored: Sequence[Solution] = ()) -> RenderableType:
+    """Every Solution of every supplier, and those stored in a folder."""
+    table = Table("supplier", "name", "family", "language", "hardware", "guard", "here", title="Inventory")
+    for line in listings:
+        here = "usable" if line.unavailable is None else f"not usable: {line.unavailable}"
+        hardware = ", ".join(line.hardware)
+        table.add_row(line.supplier, line.name, line.family, line.language, hardware, line.guard, here)
+    for solution in stored:
+        meta, spec = solution.meta, solution.spec
+        hardware = ", ".join(spec.target_hardware)
+        table.add_row(
+            meta.supplier, solution.name, meta.family, spec.language, hardware, meta.guard.text or UNKNOWN, "stored"
+        )
+    return table
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """The candidates of each compute, best first."""
+    table = Table("family", "sites", "verdict", "candidates", title=_title(plan.model), title_justify="left")
+    for row in plan.rows:
+        said = [c.solution or f"{c.supplier}: {c.reason}" for c in row.candidates]
+        table.add_row(row.family, "\n".join(row.sites), row.verdict, "\n".join(said) or UNKNOWN)
+    return Group(table, Text(f"Already done: {plan.already}")) if plan.already else table
+
+
+def graft_table(graft: Graft) -> RenderableType:
+    """Each compute with its sites, candidates, times and verdict."""
+    table = Table(title=_title(graft.model), title_justify="left")
+    for heading in ("family", "sites", "right/tried", "solution"):
+        table.add_column(heading)
+    for regime in REGIMES:
+        table.add_column(f"{regime} µs", justify="right")
+    table.add_column("verdict")
+    for cells in _graft_rows(graft):
+        table.add_row(*cells)
+    return Group(table, Text(graft_line(graft)))
+
+
+def graft_line(graft: Graft) -> str:
+    """How much was accepted, in one line."""
+    sites = sum(len(s.instances) for p in graft.accepted for s in p.sites)
+    line = f"{len(graft.accepted)} of {len(graft.patches)} computes accepted, {sites} places patched"
+    if graft.end_to_end is not None:
+        equal = "equal" if graft.end_to_end.tokens_equal else "not equal"
+        line += f"; tokens {equal}, logits differ by {graft.end_to_end.logits_rel_rmse:.1e} relative RMSE"
+    return line
+
+
+def _graft_rows(graft: Graft) -> Iterable[list[str]]:
+    for patch in graft.patches:
+        own = [e for e in graft.evaluations if e.definition in patch.definitions]
+        seats = leading_seats(patch)
+        yield [
+            patch.family,
+            "\n".join(s.key for s in patch.sites),
+            f"{_right(own)}/{len(own)}",
+            leading_solution(patch) or UNKNOWN,
+            *(_seat_text(seats.get(regime)) for regime in REGIMES),
+            patch.status if patch.reason is None else f"{patch.status}: {patch.reason}",
+        ]
+
+
+def _right(evaluations: Sequence[Evaluation]) -> int:
+    return sum(e.status is Status.PASSED for e in evaluations)
+
+
+def _seat_text(seat: Seat | None) -> str:
+    """`12.3 → 8.1` where the Solution is seated, `12.3 (8.1)` where the original stays."""
+    if seat is None or seat.original_us is None:
+        return UNKNOWN
+    if seat.solution_us is None:
+        return f"{seat.original_us:.1f}"
+    joined = f" → {seat.solution_us:.1f}" if seat.seated else f" ({seat.solution_us:.1f})"
+    return f"{seat.original_us:.1f}{joined}"
+
+
+def bench_table(bench: BenchResult) -> RenderableType:
+    """Before and after, and what it means in lines."""
+    table = Table(title=_title(bench.model), title_justify="left")
+    table.add_column("")
+    for heading in ("baseline", "grafted", "grafted is"):
+        table.add_column(heading, justify="right")
+    for cells in _bench_rows(bench):
+        table.add_row(*cells)
+    return Group(table, *(Text(line) for line in bench_lines(bench)))
+
+
+def _bench_rows(bench: BenchResult) -> Iterable[list[str]]:
+    base, ours, comparison = bench.baseline, bench.grafted, bench.comparison
+
+    def row(name: str, cell: Any, change: str = "") -> list[str]:
+        return [name, cell(base), UNKNOWN if ours is None else cell(ours), change]
+
+    def times(ratio: float | None, interval: tuple[float, float] | None) -> str:
+        if ratio is None:
+            return ""
+        return f"{ratio:.3f}x" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
+
+    c: Comparison | None = comparison
+    yield row(
+        "tokens/s",
+        lambda s: figure_text(s.tokens_per_s),
+        times(c.tokens_per_s_ratio, c.tokens_per_s_interval) if c else "",
+    )
+    yield row(
+        "decode tokens/s",
+        lambda s: figure_text(s.decode_tokens_per_s),
+        times(c.decode_ratio, c.decode_interval) if c else "",
+    )
+    yield row("first token, ms", lambda s: figure_text(s.ttft_ms, 2), times(c.ttft_ratio, c.ttft_interval) if c else "")
+    yield row("next token p50, ms", lambda s: _number(s.inter_token_ms_p50, 3))
+    yield row("next token p90, ms", lambda s: _number(s.inter_token_ms_p90, 3))
+    yield row("peak memory, MB", lambda s: _number(s.peak_memory_bytes / 1e6, 1))
+    yield row("load, s", lambda s: _number(s.load_s, 2))
+    yield row("first run, s", lambda s: _number(s.warmup_s, 2))
+
+
+def bench_lines(bench: BenchResult) -> list[str]:
+    """The setting, both throughputs, the ratio, the outputs and the coverage, one line each."""
+    s = bench.setting
+    lines = [
+        f"{s.prompt_tokens} + {s.new_tokens} tokens, batch {s.batch}, {s.cache} cache, {s.dtype} on {s.device}, "
+        f"{s.threads} thread{'s' if s.threads != 1 else ''}, {s.pairs} interleaved pairs",
+        f"baseline: {throughput_line(bench.baseline)}",
+    ]
+    if bench.grafted is None:
+        return [*lines, "no graft: only the baseline ran"]
+    lines.append(f"grafted:  {throughput_line(bench.grafted)}")
+    lines += _comparison_lines(bench)
+    if bench.coverage is not None:
+        lines.append(f"{bench.coverage.cpu_time_percent:.1f} % of the baseline's CPU time is in the replaced sites")
+    return lines
+
+
+def _comparison_lines(bench: BenchResult) -> Iterable[str]:
+    if bench.comparison is not None and (interval := bench.comparison.tokens_per_s_interval) is not None:
+        low, high = interval
+        word = "faster" if low > 1 else "slower" if high < 1 else "as fast within the noise"
+        yield f"grafted is {word}: {bench.comparison.tokens_per_s_ratio:.3f}x, 95 % interval {low:.3f} to {high:.3f}"
+    if bench.outputs is None:
+        return
+    error = bench.outputs.logits_rel_rmse
+    figure = "not comparable (non-finite values)" if error is None else f"{error:.1e} relative RMSE"
+    yield f"tokens {'equal' if bench.outputs.tokens_equal else 'not equal'}; logits differ by {figure}"
+    if (d := bench.outputs.divergence) is not None:
+        margin = (
+            "" if d.baseline_margin is None else f"; there the baseline's first choice leads by {d.baseline_margin:.2e}"
+        )
+        apart = "" if d.grafted_difference is None else f", and the logits differ by up to {d.grafted_difference:.2e}"
+        yield f"first difference at new token {d.position} of sequence {d.sequence}{margin}{apart}"
+
+
+def throughput_line(side: Side) -> str:
+    """`Average throughput: X ± Y tokens/sec`."""
+    figure = side.tokens_per_s
+    spread = "n/a" if figure.std is None else f"{figure.std:.2f}"
+    return f"Average throughput: {figure.mean:.2f} ± {spread} tokens/sec"
+
+
+def figure_text(figure: Figure | None, digits: int = 1) -> str:
+    """`12.3 ± 0.4`."""
+    if figure is None:
+        return UNKNOWN
+    return f"{figure.mean:.{digits}f}" + ("" if figure.std is None else f" ± {figure.std:.{digits}f}")
+
+
+def variant_text(semantics: Mapping[str, Any]) -> str:
+    """`offset=1, cast=before`; nested variants in brackets."""
+    said = []
+    for key, value in semantics.items():
+        if value is not None:
+            said.append(f"{key}=({variant_text(value)})" if isinstance(value, Mapping) else f"{key}={value}")
+    return ", ".join(said)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _title(model: ModelCard) -> str:
+    return f"{model.name}: {model.type}, {model.parameters:,} parameters, {model.dtype} on {model.device}"
+
+
+# --- Markdown ---
+
+
+def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
+    """The whole job as one Markdown page."""
+    machine = graft.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    parts = [
+        f"# kernelgraft: {graft.model.name}",
+        f"{_title(graft.model)}.",
+        f"{machine.cpu}, {machine.cores} cores, {machine.gpu or 'no GPU'}, Python {machine.python}; {versions}.",
+        "## Computes",
+        f"{graft_line(graft)}. Policy: {graft.policy}. Times are medians of one call.",
+        _markdown_table(
+            ["family", "sites", "right/tried", "solution", "prefill µs", "decode µs", "verdict"], _graft_rows(graft)
+        ),
+    ]
+    if plan is not None and plan.rows:
+        rows = (
+            [row.family, c.supplier, c.solution or UNKNOWN, c.match or UNKNOWN, c.reason or ""]
+            for row in plan.rows
+            for c in row.candidates
+        )
+        parts += ["## Candidates", _markdown_table(["family", "supplier", "solution", "match", "reason"], rows)]
+    if graft.evaluations:
+        rows = (
+            [e.solution, e.status.value, _number(e.error_ratio, 2), str(e.cases), e.reason or ""]
+            for e in graft.evaluations
+        )
+        parts += [
+            "## Verdicts",
+            "Error ratio: largest error against float64 over the original's own.",
+            _markdown_table(["solution", "status", "error ratio", "cases", "reason"], rows),
+        ]
+    if bench is not None:
+        parts += [
+            "## Before and after",
+            _markdown_table(["", "baseline", "grafted", "grafted is"], _bench_rows(bench)),
+            "\n".join(f"- {line}" for line in bench_lines(bench)),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |"
+
+    return "\n".join([line(headings), line(["---"] * len(headings)), *map(line, rows)])

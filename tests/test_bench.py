@@ -1,0 +1,458 @@
+"""The benchmark: statistics, the two processes and their order, timing, outputs, proof, coverage."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kernelgraft import machine, models
+from kernelgraft.bench import bench, runner, stats, worker
+from kernelgraft.bench.coverage import PREFIX, WHOLE, Range, shares
+from kernelgraft.bench.proof import attention_functions, prove
+from kernelgraft.bench.result import BenchResult, Proof
+from kernelgraft.errors import KernelgraftError, MismatchError, UnreachedError, UsageError
+
+# --- statistics ---
+
+
+def test_mean_and_std() -> None:
+    assert stats.mean([1.0, 2.0, 6.0]) == pytest.approx(3.0)
+    assert stats.std([1.0, 2.0, 6.0]) == pytest.approx(7.0**0.5)
+    assert stats.std([5.0]) is None
+    with pytest.raises(ValueError, match="no values"):
+        stats.mean([])
+
+
+def test_percentiles() -> None:
+    assert stats.percentile([1.0, 2.0, 3.0, 4.0], 50) == pytest.approx(2.5)
+    assert stats.percentile([], 50) is None
+
+
+def test_interval_holds_the_ratio_and_is_seeded() -> None:
+    noise = np.random.default_rng(1).normal(0, 1, 10)
+    base, ours = list(100 + noise), list(110 + noise)
+    low, high = stats.ratio_interval(base, ours) or (0.0, 0.0)
+    assert low < 1.1 < high
+    assert low > 1.0
+    assert (low, high) == stats.ratio_interval(base, ours)
+    assert (low, high) != stats.ratio_interval(base, ours, seed=1)
+
+
+def test_interval_resamples_pairs() -> None:
+    # The machine is twice as fast in the second half: unpaired resampling could not see a steady 5 %.
+    base = [100.0] * 5 + [200.0] * 5
+    low, high = stats.ratio_interval(base, [1.05 * b for b in base]) or (0.0, 0.0)
+    assert low == pytest.approx(1.05)
+    assert high == pytest.approx(1.05)
+
+
+def test_interval_of_one_pair_is_unknown() -> None:
+    assert stats.ratio_interval([1.0], [2.0]) is None
+    with pytest.raises(ValueError, match="no pairs"):
+        stats.ratio_interval([1.0, 2.0], [2.0])
+
+
+def test_rel_rmse() -> None:
+    wanted = np.array([3.0, 4.0], dtype=np.float32)
+    assert stats.rel_rmse(wanted, wanted) == 0.0
+    assert stats.rel_rmse(wanted * 1.01, wanted) == pytest.approx(0.01, rel=1e-4)
+    masked = np.array([3.0, -np.inf], dtype=np.float32)
+    assert stats.rel_rmse(masked, masked) == 0.0
+    assert stats.rel_rmse(wanted, masked) is None
+    assert stats.rel_rmse(masked, wanted) is None
+    assert stats.rel_rmse(np.array([3.0, np.nan]), masked) is None
+    assert stats.rel_rmse(np.zeros(2), np.zeros(2)) is None
+    assert stats.rel_rmse(wanted, np.zeros(3)) is None
+
+
+def test_first_divergence_is_the_earliest_position() -> None:
+    a = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    b = np.array([[1, 2, 3, 9], [5, 0, 7, 8]])
+    assert stats.first_divergence(a, b) == (1, 1)
+    assert stats.first_divergence(a, a) is None
+
+
+def test_margin() -> None:
+    assert stats.margin(np.array([1.0, 4.0, 3.5])) == pytest.approx(0.5)
+
+
+# --- figures from stamps ---
+
+
+def test_figures_of_a_run() -> None:
+    # First token after 100 ms, then one every 10 ms; two sequences; two calls.
+    answer = {"stamps_s": [0.1, 0.11, 0.12, 0.13], "peak_memory_bytes": 7}
+    run = runner.run_of([answer, answer | {"peak_memory_bytes": 9}], batch=2)
+    assert run.ttft_ms == pytest.approx(100)
+    assert run.decode_ms == pytest.approx([10] * 6)
+    assert run.tokens_per_s == pytest.approx(2 * 4 / 0.13)
+    assert run.decode_tokens_per_s == pytest.approx(2 * 3 / 0.03)
+    assert run.peak_memory_bytes == 9
+
+
+def test_a_single_token_has_no_decode_speed() -> None:
+    run = runner.run_of([{"stamps_s": [0.1], "peak_memory_bytes": 1}], batch=1)
+    assert run.decode_tokens_per_s is None
+    side = runner.side([[{"stamps_s": [0.1], "peak_memory_bytes": 1}]], 1, 0.5, [{"stamps_s": [0.4]}])
+    assert side.decode_tokens_per_s is None
+    assert side.inter_token_ms_p50 is None
+    assert side.tokens_per_s.std is None
+    assert side.warmup_s == 0.4
+
+
+def test_a_turn_repeats_short_runs() -> None:
+    assert runner.repeats_for(10.0) == 1
+    assert runner.repeats_for(0.2) == 3
+    assert runner.repeats_for(1e-4) == runner.LARGEST_REPEATS
+
+
+def test_comparison_says_how_much_faster() -> None:
+    slow = [[{"stamps_s": [0.2, 0.4 + 0.01 * i], "peak_memory_bytes": 1}] for i in range(5)]
+    fast = [[{"stamps_s": [0.1, 0.2 + 0.005 * i], "peak_memory_bytes": 1}] for i in range(5)]
+    warm = [{"stamps_s": [1.0]}]
+    found = runner.compare(runner.side(slow, 1, 0, warm), runner.side(fast, 1, 0, warm), seed=0)
+    assert found.tokens_per_s_ratio == pytest.approx(2.0)
+    assert found.tokens_per_s_interval is not None
+    assert found.tokens_per_s_interval[0] > 1.9
+    assert found.ttft_ratio == pytest.approx(2.0)
+    assert found.decode_ratio == pytest.approx(2.0)
+
+
+def test_outputs_explain_a_divergence_by_its_margin() -> None:
+    tokens = np.array([[3, 1, 2]])
+    logits = np.zeros((1, 3, 4), dtype=np.float32)
+    logits[0, [0, 1, 2], tokens[0]] = 5.0
+    logits[0, 1, 2] = 4.99
+    other = logits.copy()
+    other[0, 1, 2] = 5.02
+    found = runner.compare_outputs(tokens, np.array([[3, 2, 2]]), logits, other)
+    assert not found.tokens_equal
+    assert found.divergence is not None
+    assert (found.divergence.sequence, found.divergence.position) == (0, 1)
+    assert (found.divergence.baseline_token, found.divergence.grafted_token) == (1, 2)
+    assert found.divergence.baseline_margin == pytest.approx(0.01, abs=1e-5)
+    assert found.divergence.grafted_difference == pytest.approx(0.03, abs=1e-5)
+    assert found.logits_rel_rmse is not None
+    assert 0 < found.logits_rel_rmse < 0.01
+
+
+def test_a_divergence_beyond_the_kept_logits_has_no_margin() -> None:
+    logits = np.ones((1, 1, 4), dtype=np.float32)
+    found = runner.compare_outputs(np.array([[3, 1]]), np.array([[3, 2]]), logits, logits)
+    assert found.divergence is not None
+    assert found.divergence.baseline_margin is None
+    assert found.logits_rel_rmse == 0.0
+
+
+# --- the order of the runs, with a fake worker in its own process ---
+
+FAKE = """
+import json, os, sys, time
+log = open(os.environ["FAKE_LOG"], "a", buffering=1)
+mode = os.environ.get("FAKE_MODE", "")
+name = "?"
+for line in sys.stdin:
+    order = json.loads(line)
+    if order["do"] == "start":
+        name = "grafted" if order["graft"] else "baseline"
+        said = {"model": json.loads(os.environ["FAKE_MODEL"]), "machine": json.loads(os.environ["FAKE_MACHINE"]),
+                "prompt_tokens": 3, "threads": 1, "load_s": 0.1}
+    elif order["do"] == "generate":
+        log.write(name + "\\n")
+        if mode == "crash":
+            sys.exit("the cable came off")
+        if mode == "hang":
+            time.sleep(60)
+        if mode == "wrong":
+            said = {"error": "MismatchError", "message": "the graft is for another model"}
+        elif mode == "broken":
+            said = {"error": "ValueError", "message": "it broke"}
+        else:
+            last = 0.6 if name == "grafted" else 1.2
+            said = {"stamps_s": [0.1, last], "tokens": [[5, 6]], "peak_memory_bytes": 1000}
+    elif order["do"] == "proof":
+        said = {"patch_imported": mode == "dirty"}
+    elif order["do"] == "counters":
+        row = {"family": "f", "sites": ["s"], "calls": {"x": 0 if mode == "idle" else 4}, "original_by_choice": 0,
+               "fallbacks": {"dtype": 3} if mode == "idle" else {}, "contained": False}
+        said = {"calls": [row], "unreached": ["f (s)"] if mode == "idle" else []}
+    elif order["do"] == "logits":
+        import numpy, safetensors.numpy
+        safetensors.numpy.save_file({"logits": numpy.ones((1, 2, 4), dtype="float32")}, order["file"])
+        said = {}
+    else:
+        said = {"coverage": {"device": "cpu", "cpu_time_percent": 40.0, "sites_percent": {"s": 40.0}, "new_tokens": 2}}
+    print(json.dumps(said), flush=True)
+"""
+
+
+class _Accepting:
+    accepted = ("one",)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the runner start the fake worker; `fake.log()` is who generated, in order."""
+    (tmp_path / "fake_worker.py").write_text(FAKE)
+    log = tmp_path / "log"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    model = {
+        "name": "m",
+        "class_name": "M",
+        "type": "t",
+        "parameters": 1,
+        "dtype": "float32",
+        "device": "cpu",
+        "transformers": "5",
+        "config_sha256": "0",
+    }
+    monkeypatch.setenv("FAKE_MODEL", json.dumps(model))
+    monkeypatch.setenv("FAKE_MACHINE", machine.read().model_dump_json())
+    real = runner.Worker
+    monkeypatch.setattr(runner, "Worker", lambda name: real(name, module="fake_worker", timeout_s=3))
+    monkeypatch.setattr(runner, "_read", lambda folder: _Accepting())
+
+    class Fake:
+        def run(self, mode: str = "", **options: Any) -> BenchResult:
+            monkeypatch.setenv("FAKE_MODE", mode)
+            return bench("m", tmp_path, new_tokens=2, **options)
+
+        def log(self) -> list[str]:
+            return log.read_text().split()
+
+    return Fake()
+
+
+def test_pairs_are_interleaved_and_swapped(fake: Any) -> None:
+    seen: list[tuple[int, int | None]] = []
+    result = fake.run(pairs=3, warmup_runs=1, progress=lambda stage, done, total, text: seen.append((done, total)))
+    a, b = "baseline", "grafted"
+    assert fake.log() == [a, b, a, b, b, a, a, b]
+    assert len(result.baseline.runs) == 3
+    assert result.grafted is not None
+    assert len(result.grafted.runs) == 3
+    assert result.comparison is not None
+    assert result.comparison.tokens_per_s_ratio == pytest.approx(2.0)
+    assert result.outputs is not None
+    assert result.outputs.tokens_equal
+    assert result.coverage is not None
+    assert result.coverage.cpu_time_percent == 40.0
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {total for _, total in seen} == {10}
+    assert BenchResult.model_validate_json(result.model_dump_json()) == result
+
+
+def test_without_a_graft_only_the_baseline_runs(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = bench("m", None, pairs=2, warmup_runs=1, new_tokens=2)
+    assert fake.log() == ["baseline"] * 3
+    assert result.grafted is None
+    assert result.comparison is None
+    assert result.outputs is None
+    assert result.coverage is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "words"),
+    [
+        ("wrong", MismatchError, "another model"),
+        ("broken", KernelgraftError, "the baseline process failed in `generate`: ValueError: it broke"),
+        ("crash", KernelgraftError, "the baseline process ended with code 1 during `generate`: the cable came off"),
+        ("dirty", KernelgraftError, "does not run the model's own code"),
+        ("idle", UnreachedError, r"`f \(s\)` \(fell back: dtype\)"),
+        ("hang", KernelgraftError, "did not answer `generate` within 3 s"),
+    ],
+)
+def test_a_failing_process_is_told_in_one_line(fake: Any, mode: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        fake.run(mode, pairs=1, warmup_runs=1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pairs": 0}, "`pairs`"),
+        ({"new_tokens": 0}, "`new_tokens`"),
+        ({"batch": 0}, "`batch`"),
+        ({"cache": "x"}, "`x`"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        bench("tiny", None, **options)
+
+
+def test_a_folder_without_a_graft(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no graft"):
+        bench("tiny", tmp_path)
+
+
+# --- the worker ---
+
+
+def test_the_worker_answers_errors_and_goes_on() -> None:
+    start = {
+        "do": "start",
+        "spec": "no such model",
+        "graft": None,
+        "dtype": None,
+        "device": "cpu",
+        "seed": 0,
+        "threads": None,
+        "trust_remote_code": False,
+        "prompt": "x",
+        "batch": 1,
+        "cache": "dynamic",
+        "new_tokens": 2,
+    }
+    answers = io.StringIO()
+    worker.serve(io.StringIO(json.dumps(start) + "\n" + json.dumps({"do": "generate"}) + "\n"), answers)
+    first, second = (json.loads(line) for line in answers.getvalue().splitlines())
+    assert first["error"] == "UsageError"
+    assert "`no such model`" in first["message"]
+    assert second["error"] == "AssertionError"
+
+
+def session(cache: str = "dynamic", batch: int = 2, new_tokens: int = 4) -> worker.Session:
+    return worker.Session(
+        {
+            "spec": "config:llama",
+            "graft": None,
+            "dtype": None,
+            "device": "cpu",
+            "seed": 0,
+            "threads": 1,
+            "trust_remote_code": False,
+            "prompt": "The capital",
+            "batch": batch,
+            "cache": cache,
+            "new_tokens": new_tokens,
+        }
+    )
+
+
+def test_a_run_stamps_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    own = session()
+    monkeypatch.setattr(machine, "clock", lambda: float(next(ticks)))
+    said = own.generate()
+    # One reading before generate and one per token, none in between.
+    assert said["stamps_s"] == [1.0, 2.0, 3.0, 4.0]
+    assert np.asarray(said["tokens"]).shape == (2, 4)
+    assert said["peak_memory_bytes"] > 1_000_000
+
+
+def test_dynamic_and_static_cache_say_the_same() -> None:
+    assert session("dynamic").generate()["tokens"] == session("static").generate()["tokens"]
+
+
+def test_an_end_of_text_token_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **options: Any) -> Any:
+        loaded = models.load(*args, **options)
+        loaded.model.generation_config.eos_token_id = list(range(loaded.model.config.vocab_size))
+        return loaded
+
+    monkeypatch.setattr(worker, "load", load)
+    assert np.asarray(session(new_tokens=6).generate()["tokens"]).shape == (2, 6)
+
+
+def test_forced_logits_are_those_of_the_given_tokens(tmp_path: Path) -> None:
+    own = session()
+    tokens = torch.tensor(own.generate()["tokens"])
+    tokens[:, 1] = (tokens[:, 1] + 1) % 50
+    said = own.logits({"tokens": tokens.tolist(), "file": str(tmp_path / "logits")})
+    logits = torch.from_numpy(runner.load_file(tmp_path / "logits")["logits"])
+    assert list(logits.shape) == said["shape"]
+    with torch.no_grad():
+        whole = own.model(torch.cat([own.ids, tokens], dim=1)).logits[:, own.ids.shape[1] - 1 : -1]
+    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+# --- the proof ---
+
+
+def small() -> Any:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    config.num_key_value_heads = 1
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_an_untouched_model_is_clean() -> None:
+    code = textwrap.dedent(
+        """
+        from kernelgraft.bench import worker, proof
+        from kernelgraft.models import load
+        before = proof.attention_functions()
+        found = proof.prove(load("config:llama").model, before)
+        print(found.clean, found.patch_imported)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_replaced_forward_is_seen() -> None:
+    model = small()
+    norm = model.model.norm
+    norm.forward = lambda x: x
+    found = prove(model, attention_functions())
+    assert found.replaced_methods == ("model.norm.forward",)
+    assert not found.clean
+
+
+def test_a_class_patched_by_another_package_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+
+    def forward(self: Any, x: Any) -> Any:
+        return x
+
+    monkeypatch.setattr(type(model.model.norm), "forward", forward)
+    assert "model.norm." in prove(model, attention_functions()).replaced_methods[-1]
+
+
+def test_a_registered_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = attention_functions()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *a, **k: None)
+    assert prove(small(), before).foreign_attention == ("sdpa",)
+
+
+def test_proof_of_an_imported_patch_is_not_clean() -> None:
+    assert Proof(patch_imported=False).clean
+    assert not Proof(patch_imported=True).clean
+
+
+# --- coverage ---
+
+
+def test_shares_count_nested_sites_once() -> None:
+    ranges = [
+        Range(WHOLE, 0, 1000),
+        Range(PREFIX + "a", 100, 300),
+        Range(PREFIX + "b", 150, 250),
+        Range(PREFIX + "a", 400, 500),
+        Range(PREFIX + "b", 600, 650),
+    ]
+    total, sites = shares(ranges)
+    assert total == pytest.approx(35.0)
+    assert sites == {"a": pytest.approx(30.0), "b": pytest.approx(15.0)}
+
+
+def test_shares_without_the_whole() -> None:
+    with pytest.raises(KernelgraftError, match="lost"):
+        shares([Range(PREFIX + "a", 0, 1)])

@@ -1,0 +1,393 @@
+"""Tables, Markdown and the result object, from records made by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kernelgraft import report
+from kernelgraft.bench.result import (
+    BenchResult,
+    Comparison,
+    Coverage,
+    Divergence,
+    Figure,
+    Outputs,
+    Proof,
+    Run,
+    Setting,
+    Side,
+)
+from kernelgraft.records import (
+    BuildSpec,
+    CandidateRow,
+    EndToEnd,
+    Evaluation,
+    Graft,
+    MachineCard,
+    ModelCard,
+    Patch,
+    Plan,
+    PlanRow,
+    Research,
+    ResearchRow,
+    Seat,
+    Site,
+    Solution,
+    SolutionMeta,
+    SourceFile,
+    SourceRef,
+    Status,
+)
+from kernelgraft.store import Inventory
+from kernelgraft.suppliers.base import Listing
+
+MODEL = ModelCard(
+    name="tiny",
+    class_name="a.B",
+    type="b",
+    parameters=1234567,
+    dtype="float32",
+    device="cpu",
+    transformers="5.24.0",
+    config_sha256="0" * 64,
+)
+MACHINE = MachineCard(platform="Linux", cpu="A CPU", cores=2, python="3.11.7", versions={"torch": "2.13.0"})
+SOURCE = SourceRef(file="a/b.py", first_line=1, last_line=2, sha256="0" * 64)
+
+
+def site(path: str, count: int = 3) -> Site:
+    instances = tuple(path.replace("*", str(i)) for i in range(count))
+    return Site(kind="module", path=path, instances=instances, class_name="a.Norm", source=SOURCE)
+
+
+def solution(name: str, definition: str = "norm_h8") -> Solution:
+    return Solution(
+        name=name,
+        definition=definition,
+        author="acme",
+        spec=BuildSpec(language="python", target_hardware=("cpu",), entry_point="main.py::run"),
+        sources=(SourceFile(path="main.py", content="def run(x): return x\n"),),
+        meta=SolutionMeta(supplier="acme", family="rms_norm", fingerprint="f"),
+    )
+
+
+def seat(regime: Any, original: float, ours: float, seated: bool, definition: str = "norm_h8") -> Seat:
+    return Seat(
+        definition=definition,
+        regime=regime,
+        work=4,
+        original_us=original,
+        solution_us=ours,
+        spread_us=0.1,
+        candidates_us={"acme_norm": ours},
+        solution="acme_norm",
+        seated=seated,
+    )
+
+
+ACCEPTED = Patch(
+    family="rms_norm",
+    sites=(site("model.layers.*.norm"), site("model.norm", 1)),
+    definitions=("norm_h8",),
+    status="accepted",
+    seats=(seat("prefill", 20.0, 12.0, True), seat("decode", 10.0, 11.0, False)),
+)
+REJECTED = Patch(
+    family="rope",
+    sites=(site("model.layers.*.rope"),),
+    definitions=("rope_h8",),
+    status="rejected",
+    reason="unsuitable: no supplier has a candidate",
+)
+GRAFT = Graft(
+    model=MODEL,
+    machine=MACHINE,
+    policy="fastest",
+    patches=(ACCEPTED, REJECTED),
+    definitions={},
+    solutions={"acme_norm": solution("acme_norm")},
+    evaluations=(
+        Evaluation(solution="acme_norm", definition="norm_h8", status=Status.PASSED, cases=40, error_ratio=1.01),
+        Evaluation(
+            solution="acme_liar",
+            definition="norm_h8",
+            status=Status.INCORRECT_NUMERICAL,
+            check="C8",
+            reason="off | by 3",
+        ),
+    ),
+    end_to_end=EndToEnd(tokens_equal=True, logits_rel_rmse=1e-7),
+)
+
+
+def side(tokens_per_s: float, std: float | None = 2.0) -> Side:
+    run = Run(
+        ttft_ms=5.0, decode_ms=(1.0,), tokens_per_s=tokens_per_s, decode_tokens_per_s=900.0, peak_memory_bytes=10**8
+    )
+    return Side(
+        runs=(run,),
+        tokens_per_s=Figure(mean=tokens_per_s, std=std),
+        ttft_ms=Figure(mean=5.0, std=0.1),
+        decode_tokens_per_s=Figure(mean=900.0, std=3.0),
+        inter_token_ms_p50=1.0,
+        inter_token_ms_p90=1.5,
+        peak_memory_bytes=10**8,
+        load_s=0.3,
+        warmup_s=1.0,
+    )
+
+
+BENCH = BenchResult(
+    model=MODEL,
+    machine=MACHINE,
+    setting=Setting(
+        prompt="p",
+        prompt_tokens=6,
+        new_tokens=64,
+        batch=1,
+        cache="dynamic",
+        device="cpu",
+        dtype="float32",
+        threads=2,
+        pairs=5,
+        repeats=4,
+        warmup_runs=2,
+        seed=0,
+    ),
+    baseline=side(800.0),
+    baseline_proof=Proof(patch_imported=False),
+    grafted=side(1000.0),
+    comparison=Comparison(tokens_per_s_ratio=1.25, tokens_per_s_interval=(1.2, 1.3), ttft_ratio=1.0),
+    outputs=Outputs(tokens_equal=True, logits_rel_rmse=2e-7, logits_shape=(1, 64, 100)),
+    coverage=Coverage(device="cpu", cpu_time_percent=42.0, sites_percent={"model.norm": 42.0}, new_tokens=16),
+)
+PLAN = Plan(
+    model=MODEL,
+    rows=(
+        PlanRow(
+            family="rms_norm",
+            definitions=("norm_h8",),
+            sites=("model.norm",),
+            candidates=(
+                CandidateRow(supplier="acme", solution="acme_norm", match="exact"),
+                CandidateRow(supplier="other", reason="not installed"),
+            ),
+            verdict="exact",
+        ),
+    ),
+)
+
+
+def shown(renderable: Any, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    console.file.close()
+    return console.export_text()
+
+
+def keys(value: Any) -> Any:
+    """The shape of a result: names, with one element of each list."""
+    if isinstance(value, dict):
+        return {name: keys(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [keys(v) for v in value[:1]]
+    return type(value).__name__
+
+
+def test_the_names_of_the_result_are_frozen() -> None:
+    result = report.result(GRAFT, BENCH, {"graft": "g.json"})
+    one_side = {
+        "tokens_per_s": {"mean": "float", "std": "float"},
+        "decode_tokens_per_s": "float",
+        "ttft_ms": "float",
+        "peak_memory_bytes": "int",
+    }
+    regime = {"original_us": "float", "solution_us": "float", "seated": "bool"}
+    assert keys(result) == {
+        "schema_version": "int",
+        "model": {"name": "str", "type": "str", "parameters": "int", "dtype": "str", "transformers": "str"},
+        "machine": {
+            "platform": "str",
+            "cpu": "str",
+            "cores": "int",
+            "gpu": "NoneType",
+            "gpu_driver": "NoneType",
+            "compute_capability": "NoneType",
+            "python": "str",
+            "versions": {"torch": "str"},
+        },
+        "patches": [
+            {
+                "family": "str",
+                "sites": ["str"],
+                "status": "str",
+                "solution": "str",
+                "supplier": "str",
+                "reason": "NoneType",
+                "regimes": {"prefill": regime, "decode": regime},
+            }
+        ],
+        "bench": {
+            "baseline": one_side,
+            "grafted": one_side,
+            "tokens_equal": "bool",
+            "logits_rel_rmse": "float",
+            "coverage": {"device": "str", "cpu_time_percent": "float"},
+        },
+        "files": {"graft": "str"},
+    }
+    assert result["schema_version"] == 1
+
+
+def test_the_result_holds_the_figures() -> None:
+    result = json.loads(json.dumps(report.result(GRAFT, BENCH, {}), allow_nan=False))
+    accepted, rejected = result["patches"]
+    assert accepted["sites"] == ["model.layers.*.norm", "model.norm"]
+    assert (accepted["status"], accepted["solution"], accepted["supplier"]) == ("accepted", "acme_norm", "acme")
+    assert accepted["regimes"]["prefill"] == {"original_us": 20.0, "solution_us": 12.0, "seated": True}
+    assert accepted["regimes"]["decode"] == {"original_us": 10.0, "solution_us": 11.0, "seated": False}
+    assert rejected == {
+        "family": "rope",
+        "sites": ["model.layers.*.rope"],
+        "status": "rejected",
+        "solution": None,
+        "supplier": None,
+        "reason": "unsuitable: no supplier has a candidate",
+        "regimes": {},
+    }
+    assert result["bench"]["grafted"]["tokens_per_s"] == {"mean": 1000.0, "std": 2.0}
+
+
+def test_unknown_is_null() -> None:
+    assert report.result(GRAFT, None, {})["bench"] is None
+    alone = BENCH.model_copy(update={"grafted": None, "comparison": None, "outputs": None, "coverage": None})
+    bench = report.result(GRAFT, alone, {})["bench"]
+    assert [bench[name] for name in ("grafted", "tokens_equal", "logits_rel_rmse", "coverage")] == [None] * 4
+
+
+def test_a_seated_definition_stands_for_its_regime() -> None:
+    seats = (seat("decode", 9.0, 9.5, False, "masked"), seat("decode", 8.0, 4.0, True, "causal"))
+    patch = ACCEPTED.model_copy(update={"seats": seats})
+    assert report.leading_seats(patch) == {"decode": seats[1]}
+
+
+def test_the_throughput_line_has_the_agreed_words() -> None:
+    lines = "\n".join(report.bench_lines(BENCH))
+    found = re.findall(r"Average throughput: ([\d.]+) ± ([\d.]+) tokens/sec", lines)
+    assert found == [("800.00", "2.00"), ("1000.00", "2.00")]
+    assert report.throughput_line(side(3.0, None)) == "Average throughput: 3.00 ± n/a tokens/sec"
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"), [((1.01, 1.2), "faster"), ((0.8, 0.99), "slower"), ((0.9, 1.1), "as fast within the noise")]
+)
+def test_faster_is_said_only_beyond_the_noise(interval: tuple[float, float], word: str) -> None:
+    comparison = Comparison(tokens_per_s_ratio=1.0, tokens_per_s_interval=interval, ttft_ratio=1.0)
+    lines = report.bench_lines(BENCH.model_copy(update={"comparison": comparison}))
+    assert [line for line in lines if line.startswith(f"grafted is {word}:")]
+
+
+def test_a_divergence_is_explained() -> None:
+    divergence = Divergence(
+        sequence=0, position=7, baseline_token=1, grafted_token=2, baseline_margin=0.001, grafted_difference=0.002
+    )
+    outputs = Outputs(tokens_equal=False, divergence=divergence, logits_rel_rmse=None, logits_shape=(1, 64, 100))
+    text = "\n".join(report.bench_lines(BENCH.model_copy(update={"outputs": outputs})))
+    assert "tokens not equal" in text
+    assert "not comparable" in text
+    assert "new token 7" in text
+    assert "1.00e-03" in text
+
+
+def test_graft_table() -> None:
+    text = shown(report.graft_table(GRAFT))
+    assert "1 of 2 computes accepted, 4 places patched; tokens equal" in text
+    assert "20.0 → 12.0" in text
+    assert "10.0 (11.0)" in text
+    assert "1/2" in text
+    assert "rejected: unsuitable" in text
+
+
+def test_bench_table() -> None:
+    text = shown(report.bench_table(BENCH))
+    assert "800.0 ± 2.0" in text
+    assert "1.250x (1.200 to 1.300)" in text
+    assert "42.0 % of the baseline's CPU time" in text
+    alone = BENCH.model_copy(update={"grafted": None, "comparison": None, "outputs": None, "coverage": None})
+    assert "only the baseline ran" in shown(report.bench_table(alone))
+
+
+def test_plan_table() -> None:
+    text = shown(report.plan_table(PLAN))
+    assert "acme_norm" in text
+    assert "other: not installed" in text
+    assert "Already done: it is grafted" in shown(
+        report.plan_table(Plan(model=MODEL, rows=(), already="it is grafted"))
+    )
+
+
+def test_research_table_counts_what_is_of_no_family() -> None:
+    rows = (
+        ResearchRow(site=site("model.x"), reason="no family"),
+        ResearchRow(site=site("model.y"), reason="no family"),
+        ResearchRow(site=site("model.z"), reason="rms_norm: two variants fit"),
+        ResearchRow(
+            site=site("model.norm", 1),
+            family="rms_norm",
+            definitions=("norm_h8",),
+            semantics={"offset": 1, "norm": {"eps": 1e-6}, "window": None},
+            calls={"prefill": 2, "decode": 6},
+        ),
+    )
+    text = shown(report.research_table(Research(model=MODEL, machine=MACHINE, prompt="p", rows=rows)))
+    assert "offset=1, norm=(eps=1e-06)" in text
+    assert "prefill 2, decode 6" in text
+    assert "not recognised: rms_norm: two variants fit" in text
+    assert "2 other sites: no family" in text
+    assert "model.x" not in text
+
+
+def test_inventory_table() -> None:
+    listing = Listing("acme", "norm", "rms_norm", "python", ("cpu", "cuda"), "any dtype", None)
+    gone = Listing("far", "norm", "rms_norm", "cuda", ("cuda",), "sm_90", "no GPU")
+    text = shown(report.inventory_table([listing, gone], [solution("acme_norm")]))
+    assert "usable" in text
+    assert "not usable: no GPU" in text
+    assert "stored" in text
+
+
+def test_doctor_table() -> None:
+    text = shown(report.doctor_table(MACHINE, {"torch": None, "far": "no GPU"}))
+    assert "A CPU" in text
+    assert "not usable: no GPU" in text
+
+
+def test_tables_fit_a_narrow_terminal() -> None:
+    for table in (report.graft_table(GRAFT), report.bench_table(BENCH), report.plan_table(PLAN)):
+        assert max(map(len, shown(table, 80).splitlines())) <= 80
+
+
+def test_markdown() -> None:
+    text = report.markdown(GRAFT, PLAN, BENCH)
+    for part in ("# kernelgraft: tiny", "## Computes", "## Candidates", "## Verdicts", "## Before and after"):
+        assert part in text
+    assert "off \\| by 3" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in rows)
+    assert "## Before" not in report.markdown(GRAFT, None, None)
+
+
+def test_write_puts_result_and_report_beside_the_records(tmp_path: Path) -> None:
+    inventory = Inventory(tmp_path)
+    inventory.save_record("graft", GRAFT)
+    files = report.write(inventory, GRAFT, PLAN, BENCH)
+    assert set(files) == {"graft", "result", "report"}
+    assert all(Path(file).is_file() for file in files.values())
+    assert json.loads((tmp_path / "result.json").read_text()) == report.result(GRAFT, BENCH, files)
+    assert (tmp_path / "report.md").read_text() == report.markdown(GRAFT, PLAN, BENCH)
