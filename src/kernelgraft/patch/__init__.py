@@ -1,0 +1,8 @@
+"""Apply a graft to one model object: claims, conflict and mismatch checks, dispatch with guards and counters, undo."""
+
+from __future__ import annotations
+
+from kernelgraft.patch.apply import Applied, apply, find_applied, patch_label
+from kernelgraft.patch.dispatch import Dispatcher
+
+__all__ = ["Applied", "Dispatcher", "apply", "find_applied", "patch_label"]
