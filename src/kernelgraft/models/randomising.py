@@ -1,0 +1,114 @@
+"""Give a model random weights that leave nothing at its initial value.
+
+A freshly built model hides mistakes: its norm weights are all one, its biases zero. After `randomise` a kernel that
+forgets a scale, a bias or the `1 +` of a scale gives other numbers. What a tensor is for is read from its initial
+values and its owner's structure, never from its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from kernelgraft.errors import UsageError
+from kernelgraft.models.shrinking import quiet
+
+SPREAD = 0.5  # of a scale around its initial value, relative (absolute around zero)
+BIAS_STD = 0.1
+STRUCTURED = (0.25, 0.05, 0.0)  # relative perturbations of patterned tensors, tried from the left
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int) -> None:
+    """Randomise every floating-point parameter and learned buffer in place, deterministically by `seed`.
+
+    Matrices become N(0, 1/fan_in); constant vectors spread by half of their value around it, or uniformly in ±0.5
+    around zero when they are their module's only parameter (a `1 + w` scale), else N(0, 0.1²) (a bias), as does small
+    noise. Patterned tensors (decay rates, time steps) keep their signs and move by a quarter at most; a persistent
+    buffer that holds a pattern is a table computed from the configuration and stays. Tied weights stay tied, and
+    torch's global generators are left as they were. Values depend on the device's generator: seed on the CPU for equal
+    weights everywhere. Raises UsageError when logits are not finite even with patterned tensors kept.
+    """
+    patterned: list[tuple[torch.Tensor, torch.Tensor]] = []
+    generators: dict[torch.device, torch.Generator] = {}
+    for owner, tensor in _tensors(model):
+        generator = generators.setdefault(tensor.device, torch.Generator(tensor.device).manual_seed(seed))
+        if (fresh := _fresh(owner, tensor, generator)) is not None:
+            tensor.copy_(fresh)
+        elif isinstance(tensor, nn.Parameter):
+            patterned.append((tensor, tensor.clone()))
+    for spread in STRUCTURED:
+        for tensor, initial in patterned:
+            tensor.copy_(_perturbed(initial, spread, generators[tensor.device]))
+        if _finite(model):
+            return
+    raise UsageError(f"`{type(model).__name__}` gives non-finite logits with random weights; try another seed")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Each floating-point parameter and persistent buffer once, with the module that owns it."""
+    seen: set[int] = set()
+    for module in model.modules():
+        buffers = [b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set]
+        for tensor in (*module._parameters.values(), *buffers):
+            if tensor is not None and id(tensor) not in seen and tensor.is_floating_point() and tensor.numel():
+                seen.add(id(tensor))
+                yield module, tensor
+
+
+def _fresh(owner: nn.Module, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+    """New float32 values for a matrix, a constant or small noise; None for a patterned tensor."""
+
+    def uniform() -> torch.Tensor:
+        return 2 * torch.rand(tensor.shape, device=tensor.device, generator=generator) - 1
+
+    def normal() -> torch.Tensor:
+        return torch.randn(tensor.shape, device=tensor.device, generator=generator)
+
+    first = tensor.flatten()[0].float()
+    if (tensor == tensor.flatten()[0]).all():
+        if first != 0:
+            return first * (1 + SPREAD * uniform())
+        if tensor.squeeze().ndim < 2:
+            alone = tensor.numel() > 1 and sum(1 for _ in owner.parameters(recurse=False)) == 1
+            return SPREAD * uniform() if alone else BIAS_STD * normal()
+    elif not isinstance(tensor, nn.Parameter):
+        return None
+    elif tensor.squeeze().ndim < 2:
+        is_noise = tensor.min() < 0 < tensor.max() and tensor.abs().max() < SPREAD
+        return BIAS_STD * normal() if is_noise else None
+    elif _repeats(tensor):
+        return None
+    return normal() * _fan_in(owner, tensor) ** -0.5
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether the first two rows are equal, as in a decay matrix that holds one ramp per channel."""
+    rows = tensor.flatten(0, -2)
+    return rows.shape[0] > 1 and torch.equal(rows[0], rows[1])
+
+
+def _fan_in(owner: nn.Module, tensor: torch.Tensor) -> int:
+    if isinstance(owner, Conv1D):  # stored as [in, out]
+        return tensor.shape[0]
+    return tensor[0].numel() if isinstance(owner, nn.modules.conv._ConvNd) else tensor.shape[-1]
+
+
+def _perturbed(initial: torch.Tensor, spread: float, generator: torch.Generator) -> torch.Tensor:
+    noise = 2 * torch.rand(initial.shape, device=initial.device, dtype=torch.float32, generator=generator) - 1
+    values = initial.float()
+    size = torch.where(values == 0, values.abs().mean(), values.abs())  # relative, so that no sign changes
+    return values + spread * noise * torch.where(size.isfinite(), size, 0.0)
+
+
+def _finite(model: nn.Module) -> bool:
+    """Whether the logits of a short prompt are finite; true for a model without memory (meta device)."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        return True
+    with quiet():
+        ids = torch.arange(20, 26, device=device)[None]
+        return bool(model(input_ids=ids).logits.isfinite().all())
