@@ -45,6 +45,11 @@ def _compile(reference: str) -> Callable[..., Any]:
     return run
 
 
+def body_function(body: str) -> Callable[..., Any]:
+    """The `run` of a body as `define` takes it."""
+    return _compile(f"import torch\n\n{body}")
+
+
 def reference_function(definition: Definition) -> Callable[..., Any]:
     """The Definition's `run`: takes its inputs in order, returns its output, or a tuple of its outputs."""
     return _compile(definition.reference)
@@ -100,7 +105,9 @@ def define(
     `axes`: size of a const axis, None for a var one. `inputs`/`outputs`: shape as axis names, and dtype.
     """
     reference = "\n".join([site.source.comment(), "import torch", "", "", textwrap.dedent(body).strip(), ""])
-    specs_in = {k: TensorSpec(shape=None if s is None else tuple(s), dtype=dtype_name(d)) for k, (s, d) in inputs.items()}
+    specs_in = {
+        k: TensorSpec(shape=None if s is None else tuple(s), dtype=dtype_name(d)) for k, (s, d) in inputs.items()
+    }
     specs_out = {
         k: TensorSpec(shape=None if s is None else tuple(s), dtype=dtype_name(d)) for k, (s, d) in outputs.items()
     }
