@@ -30,11 +30,16 @@ class Float64Mode(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in _LOWER:
             kwargs["dtype"] = torch.float64
-        return func(*tree_map(lambda a: torch.float64 if a in _LOWER else a, args, is_leaf=_is_dtype), **kwargs)
+        return func(*tree_map(_widened, args, is_leaf=_is_dtype), **kwargs)
 
 
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
+
+
+def _widened(value: Any) -> Any:
+    # Only dtypes are compared: comparing a tensor with one is slow.
+    return torch.float64 if isinstance(value, torch.dtype) and value in _LOWER else value
 
 
 @functools.lru_cache(maxsize=1024)
