@@ -137,7 +137,7 @@ def _works(model: nn.Module, run: Run, seed: int) -> bool:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back the attributes and buffers, by identity, that running a model changes: its mode, what generating leaves."""
+    """Put back, by identity, attributes and buffers that running a model changes: its mode, what generate leaves."""
     states = [state for module in model.modules() for state in (vars(module), module._buffers)]
     before = [dict(state) for state in states]
     try:

@@ -7,11 +7,12 @@ module, a table); what is called two methods deep.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -56,10 +57,11 @@ def discover(model: nn.Module) -> list[Site]:
             places = methods.places(module)
         except RebindError:
             continue
+        own, whole = _own(module, offsets), _identity(module, offsets)
         for place in places:
             # A statement depends on its own method and the norm, not on the rest of the layer.
-            looked_at = module if place.kind != "statement" else module.get_submodule(place.symbol or "")
-            identity = _identity(looked_at, offsets), _own(module, offsets)
+            statement = place.kind == "statement"
+            identity = (own, _identity(module.get_submodule(place.symbol or ""), offsets)) if statement else whole
             groups[(patterns[path], type(module), place, identity)].append(path)
     sites = [_site(model, pattern, place, tuple(paths)) for (pattern, _, place, _), paths in groups.items()]
     return _distinct(sites)
@@ -248,20 +250,18 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain(value: Any) -> Hashable:
-    """A value as something comparable; None for what does not count (objects, None itself)."""
+    """A value as something comparable; None for what does not count (other objects)."""
     if isinstance(value, (bool, int, float, str, complex, torch.dtype)):
         return (type(value).__name__, value)
     if isinstance(value, (tuple, list)):
         parts = tuple(_plain(v) for v in value)
         return None if None in parts else (type(value).__name__, *parts)
-    if isinstance(value, type) or not callable(value) or isinstance(value, nn.Module):
-        return None
-    return _function_name(value)
-
-
-def _function_name(value: Callable[..., Any]) -> Hashable:
-    name = getattr(value, "__qualname__", None)
-    return None if name is None else (getattr(value, "__module__", None), name)
+    if isinstance(value, functools.partial):
+        keywords = tuple((k, _plain(v)) for k, v in sorted(value.keywords.items()))
+        return ("partial", _plain(value.func), _plain(value.args), keywords)
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return (value.__module__, value.__qualname__)
+    return None
 
 
 _TORCH_STATE = frozenset(vars(nn.Module()))

@@ -35,6 +35,10 @@ INJECTED = "__kernelgraft_"
 """Prefix of the globals that a transform may introduce; exempt from the mangling of private names."""
 
 
+_PUBLISHED = {"transformers": "huggingface/transformers/blob/v{}/src", "torch": "pytorch/pytorch/blob/v{}"}
+"""Where the sources of a release stand."""
+
+
 def innermost(method: Callable[..., Any]) -> types.FunctionType:
     """The plain function under all decorators of `method` (a function or a bound method)."""
     return _layers(method)[-1]
@@ -131,7 +135,8 @@ def source_ref(
 ) -> SourceRef:
     """Where a function or class is written: file, lines (or lines `first` to `last` of that file), hash of their text.
 
-    Code of an installed transformers release gets a permalink at that release's tag. Raises RebindError without source.
+    Code of an installed release of transformers or torch gets a permalink at that release's tag. Raises RebindError
+    without source.
     """
     plain = obj if isinstance(obj, type) else innermost(obj)
     try:
@@ -143,9 +148,10 @@ def source_ref(
     last = begin + len(lines) - 1 if last is None else last
     cited = "".join(text[first - 1 : last] if text else lines)
     file = plain.__module__.replace(".", "/") + ".py"
-    release = importlib.metadata.version("transformers") if file.startswith("transformers/") else ""
-    tagged = bool(re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", release))
-    url = f"https://github.com/huggingface/transformers/blob/v{release}/src/{file}#L{first}-L{last}" if tagged else None
+    home = file.partition("/")[0]
+    release = importlib.metadata.version(home).partition("+")[0] if home in _PUBLISHED else ""
+    tagged = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", release)
+    url = f"https://github.com/{_PUBLISHED[home].format(release)}/{file}#L{first}-L{last}" if tagged else None
     return SourceRef(
         file=file,
         first_line=first,
@@ -220,11 +226,6 @@ def _copy(
 def _recompile(inner: types.FunctionType, transform: Transform) -> tuple[types.CodeType, ast.FunctionDef]:
     tree = ast.fix_missing_locations(transform(function_tree(inner)))
     code = _compile(tree, inner)
-    strange = set(code.co_freevars) - set(inner.__code__.co_freevars)
-    if strange:
-        raise RebindError(
-            f"`{inner.__qualname__}`: the rewritten code needs the variables {', '.join(sorted(strange))}"
-        )
     return code, tree
 
 
