@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kernelgraft import machine, models
+from kernelgraft import machine
 from kernelgraft.bench import bench, runner, stats, worker
-from kernelgraft.bench.coverage import PREFIX, WHOLE, Range, shares
+from kernelgraft.bench.coverage import Range, shares
 from kernelgraft.bench.proof import attention_functions, prove
 from kernelgraft.bench.result import BenchResult, Proof
 from kernelgraft.errors import KernelgraftError, MismatchError, UnreachedError, UsageError
@@ -185,7 +186,7 @@ for line in sys.stdin:
         said = {"patch_imported": mode == "dirty"}
     elif order["do"] == "counters":
         row = {"family": "f", "sites": ["s"], "calls": {"x": 0 if mode == "idle" else 4}, "original_by_choice": 0,
-               "fallbacks": {"dtype": 3} if mode == "idle" else {}, "contained": False}
+               "fallbacks": {"dtype": 3} if mode == "idle" else {}, "contained": 0}
         said = {"calls": [row], "unreached": ["f (s)"] if mode == "idle" else []}
     elif order["do"] == "logits":
         import numpy, safetensors.numpy
@@ -206,7 +207,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the runner start the fake worker; `fake.log()` is who generated, in order."""
     (tmp_path / "fake_worker.py").write_text(FAKE)
     log = tmp_path / "log"
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FAKE_LOG", str(log))
     model = {
         "name": "m",
@@ -221,7 +222,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("FAKE_MODEL", json.dumps(model))
     monkeypatch.setenv("FAKE_MACHINE", machine.read().model_dump_json())
     real = runner.Worker
-    monkeypatch.setattr(runner, "Worker", lambda name: real(name, module="fake_worker", timeout_s=3))
+    patience = {"hang": 2.0}
+    monkeypatch.setattr(
+        runner,
+        "Worker",
+        lambda name: real(name, module="fake_worker", timeout_s=patience.get(os.environ["FAKE_MODE"], 60.0)),
+    )
+    monkeypatch.setenv("FAKE_MODE", "")
     monkeypatch.setattr(runner, "_read", lambda folder: _Accepting())
 
     class Fake:
@@ -271,7 +278,7 @@ def test_without_a_graft_only_the_baseline_runs(fake: Any, monkeypatch: pytest.M
         ("crash", KernelgraftError, "the baseline process ended with code 1 during `generate`: the cable came off"),
         ("dirty", KernelgraftError, "does not run the model's own code"),
         ("idle", UnreachedError, r"`f \(s\)` \(fell back: dtype\)"),
-        ("hang", KernelgraftError, "did not answer `generate` within 3 s"),
+        ("hang", KernelgraftError, "did not answer `generate` within 2 s"),
     ],
 )
 def test_a_failing_process_is_told_in_one_line(fake: Any, mode: str, error: type[Exception], words: str) -> None:
@@ -359,12 +366,11 @@ def test_dynamic_and_static_cache_say_the_same() -> None:
 
 
 def test_an_end_of_text_token_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: Any, **options: Any) -> Any:
-        loaded = models.load(*args, **options)
+    def pad(loaded: Any) -> int:  # called once the prompt is made, for which any token could be an ordinary one
         loaded.model.generation_config.eos_token_id = list(range(loaded.model.config.vocab_size))
-        return loaded
+        return 0
 
-    monkeypatch.setattr(worker, "load", load)
+    monkeypatch.setattr(worker, "pad_id", pad)
     assert np.asarray(session(new_tokens=6).generate()["tokens"]).shape == (2, 6)
 
 
@@ -442,17 +448,24 @@ def test_proof_of_an_imported_patch_is_not_clean() -> None:
 
 def test_shares_count_nested_sites_once() -> None:
     ranges = [
-        Range(WHOLE, 0, 1000),
-        Range(PREFIX + "a", 100, 300),
-        Range(PREFIX + "b", 150, 250),
-        Range(PREFIX + "a", 400, 500),
-        Range(PREFIX + "b", 600, 650),
+        Range("b", 0.15, 0.25),
+        Range("a", 0.1, 0.3),
+        Range("a", 0.4, 0.5),
+        Range("b", 0.6, 0.65),
     ]
-    total, sites = shares(ranges)
+    total, sites = shares(ranges, 1.0)
     assert total == pytest.approx(35.0)
     assert sites == {"a": pytest.approx(30.0), "b": pytest.approx(15.0)}
 
 
-def test_shares_without_the_whole() -> None:
-    with pytest.raises(KernelgraftError, match="lost"):
-        shares([Range(PREFIX + "a", 0, 1)])
+def test_shares_take_the_readings_of_the_clock_off() -> None:
+    # `a` holds two ranges, so five readings of 1 ms; the whole holds six.
+    ranges = [Range("a", 0.1, 0.305), Range("b", 0.15, 0.161), Range("c", 0.17, 0.181)]
+    total, sites = shares(ranges, 1.006, reading_s=0.001)
+    assert total == pytest.approx(20.0)
+    assert sites == {"a": pytest.approx(20.0), "b": pytest.approx(1.0), "c": pytest.approx(1.0)}
+
+
+def test_shares_of_nothing() -> None:
+    with pytest.raises(KernelgraftError, match="no CPU time"):
+        shares([], 0.0)

@@ -311,7 +311,8 @@ def test_graft_table() -> None:
     assert "20.0 → 12.0" in text
     assert "10.0 (11.0)" in text
     assert "1/2" in text
-    assert "rejected: unsuitable" in text
+    assert "norm ×3" in text
+    assert "rejected: rope: unsuitable" in text
 
 
 def test_bench_table() -> None:
@@ -341,14 +342,14 @@ def test_research_table_counts_what_is_of_no_family() -> None:
             site=site("model.norm", 1),
             family="rms_norm",
             definitions=("norm_h8",),
-            semantics={"offset": 1, "norm": {"eps": 1e-6}, "window": None},
+            semantics={"offset": 1, "norm": {"family": "rms_norm", "eps": 1e-6}, "window": None, "names": ["q"]},
             calls={"prefill": 2, "decode": 6},
         ),
     )
     text = shown(report.research_table(Research(model=MODEL, machine=MACHINE, prompt="p", rows=rows)))
-    assert "offset=1, norm=(eps=1e-06)" in text
-    assert "prefill 2, decode 6" in text
-    assert "not recognised: rms_norm: two variants fit" in text
+    assert "offset=1, norm=rms_norm " in text
+    assert "2 + 6" in text
+    assert "not recognised: model.z: rms_norm: two variants fit" in text
     assert "2 other sites: no family" in text
     assert "model.x" not in text
 
@@ -368,6 +369,27 @@ def test_doctor_table() -> None:
     assert "not usable: no GPU" in text
 
 
+def test_names_are_shown_as_they_are() -> None:
+    model = MODEL.model_copy(update={"name": "config:smile: [red]"})
+    assert "config:smile: [red]" in shown(report.graft_table(GRAFT.model_copy(update={"model": model})))
+
+
+def test_a_solution_is_named_without_its_definition() -> None:
+    assert report.short_name("torch_native_norm_h8", ["rope_h8", "norm_h8"]) == "torch_native"
+    assert report.short_name("acme", ["norm_h8"]) == "acme"
+
+
+def test_a_site_is_named_by_what_is_replaced() -> None:
+    assert report.site_name(site("model.layers.*.norm")) == "norm"
+    assert report.site_name(site("experts.*")) == "experts"
+    function = site("model.layers.*.attn").model_copy(update={"kind": "function", "symbol": "rotate"})
+    assert report.site_name(function) == "rotate"
+
+
+def test_a_long_variant_is_cut() -> None:
+    assert report.variant_text({str(i): i for i in range(9)}) == "0=0, 1=1, 2=2, 3=3, …"
+
+
 def test_tables_fit_a_narrow_terminal() -> None:
     for table in (report.graft_table(GRAFT), report.bench_table(BENCH), report.plan_table(PLAN)):
         assert max(map(len, shown(table, 80).splitlines())) <= 80
@@ -378,6 +400,8 @@ def test_markdown() -> None:
     for part in ("# kernelgraft: tiny", "## Computes", "## Candidates", "## Verdicts", "## Before and after"):
         assert part in text
     assert "off \\| by 3" in text
+    assert "model.layers.*.norm ×3<br>model.norm ×1" in text
+    assert "Rejected: rope: unsuitable" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in rows)
     assert "## Before" not in report.markdown(GRAFT, None, None)

@@ -35,6 +35,9 @@ DISTRIBUTIONS = (
 clock = time.perf_counter
 """The package's one clock, in seconds."""
 
+thread_cpu_clock = time.thread_time
+"""CPU time of the calling thread in seconds: what others do on the machine meanwhile is not in it."""
+
 
 def timestamp() -> str:
     """The time of day in UTC, ISO 8601, to the second."""
@@ -52,6 +55,12 @@ def version(distribution: str) -> str | None:
 def environment(name: str) -> str | None:
     """An environment variable, or None."""
     return os.environ.get(name)
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment for a child process, with changes; the child finds the modules that this one finds."""
+    path = os.pathsep.join(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))
+    return {**os.environ, "PYTHONPATH": path, **changes}
 
 
 def cxx_compiler() -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +23,7 @@ from kernelgraft.records import (
     Plan,
     Research,
     Seat,
+    Site,
     Solution,
     Status,
 )
@@ -124,67 +126,68 @@ def write(inventory: Inventory, graft: Graft, plan: Plan | None, bench: BenchRes
 
 def doctor_table(card: MachineCard, suppliers: Mapping[str, str | None]) -> RenderableType:
     """What the machine has, and why a supplier cannot be used on it."""
-    table = Table("what", "found", title="This machine", title_justify="left")
-    for name, value in card.model_dump(exclude={"versions"}).items():
-        table.add_row(name.replace("_", " "), UNKNOWN if value is None else str(value))
-    for name, version in card.versions.items():
-        table.add_row(name, version)
-    for name, reason in suppliers.items():
-        table.add_row(f"supplier {name}", "usable" if reason is None else f"not usable: {reason}")
-    return table
+    found = card.model_dump(exclude={"versions"})
+    rows = [[name.replace("_", " "), UNKNOWN if value is None else str(value)] for name, value in found.items()]
+    rows += [[name, version] for name, version in card.versions.items()]
+    rows += [[f"supplier {name}", _usable(reason)] for name, reason in suppliers.items()]
+    return _table("This machine", ["what", "found"], rows, folded={1})
 
 
 def research_table(research: Research) -> RenderableType:
     """The sites that were recognised, and those that look like a family but were not; the rest is counted."""
-    table = Table("site", "instances", "family", "variant", "calls", title=_title(research.model), title_justify="left")
+    rows: list[list[str]] = []
+    lines: list[str] = []
     rest: Counter[str] = Counter()
-    for row in sorted(research.rows, key=lambda r: r.family is None):
-        if row.family is None and ":" not in (row.reason or ""):
+    for row in research.rows:
+        if row.family is not None:
+            calls = " + ".join(str(row.calls.get(regime, 0)) for regime in REGIMES)
+            rows.append([row.site.key, str(len(row.site.instances)), row.family, variant_text(row.semantics), calls])
+        elif ":" in (row.reason or ""):
+            lines.append(f"not recognised: {row.site.key}: {row.reason}")
+        else:
             rest[row.reason or "no family"] += 1
-            continue
-        calls = ", ".join(f"{regime} {count}" for regime, count in row.calls.items())
-        variant = variant_text(row.semantics) if row.family else f"not recognised: {row.reason}"
-        table.add_row(row.site.key, str(len(row.site.instances)), row.family or UNKNOWN, variant, calls or UNKNOWN)
-    lines = [Text(f"{count} other sites: {reason}") for reason, count in rest.most_common()]
-    return Group(table, *lines)
+    headings = ["site", "places", "family", "variant", "calls"]
+    table = _table(_title(research.model), headings, rows, numbers={1}, folded={0, 3})
+    lines += [f"{count} other sites: {reason}" for reason, count in rest.most_common()]
+    return Group(table, *map(Text, lines), Text("calls: in prefill + in decode"))
 
 
 def inventory_table(listings: Sequence[Listing], stored: Sequence[Solution] = ()) -> RenderableType:
     """Every Solution of every supplier, and those stored in a folder."""
-    table = Table("supplier", "name", "family", "language", "hardware", "guard", "here", title="Inventory")
-    for line in listings:
-        here = "usable" if line.unavailable is None else f"not usable: {line.unavailable}"
-        hardware = ", ".join(line.hardware)
-        table.add_row(line.supplier, line.name, line.family, line.language, hardware, line.guard, here)
+    rows = [
+        [x.supplier, x.name, x.family, x.language, ", ".join(x.hardware), x.guard, _usable(x.unavailable)]
+        for x in listings
+    ]
     for solution in stored:
         meta, spec = solution.meta, solution.spec
-        hardware = ", ".join(spec.target_hardware)
-        table.add_row(
-            meta.supplier, solution.name, meta.family, spec.language, hardware, meta.guard.text or UNKNOWN, "stored"
-        )
-    return table
+        hardware, guard = ", ".join(spec.target_hardware), meta.guard.text or UNKNOWN
+        rows.append([meta.supplier, solution.name, meta.family, spec.language, hardware, guard, "stored"])
+    headings = ["supplier", "name", "family", "language", "hardware", "guard", "here"]
+    return _table("Inventory", headings, rows, folded={1, 4, 5, 6})
 
 
 def plan_table(plan: Plan) -> RenderableType:
     """The candidates of each compute, best first."""
-    table = Table("family", "sites", "verdict", "candidates", title=_title(plan.model), title_justify="left")
+    rows = []
     for row in plan.rows:
-        said = [c.solution or f"{c.supplier}: {c.reason}" for c in row.candidates]
-        table.add_row(row.family, "\n".join(row.sites), row.verdict, "\n".join(said) or UNKNOWN)
+        said = [
+            f"{c.supplier}: {c.reason}" if c.solution is None else short_name(c.solution, row.definitions)
+            for c in row.candidates
+        ]
+        rows.append([row.family, "\n".join(row.sites), row.verdict, "\n".join(said) or UNKNOWN])
+    table = _table(_title(plan.model), ["family", "sites", "verdict", "candidates"], rows, folded={1, 3})
     return Group(table, Text(f"Already done: {plan.already}")) if plan.already else table
 
 
+GRAFT_HEADINGS = ["family", "where", "right", "prefill µs", "decode µs", "seated"]
+
+
 def graft_table(graft: Graft) -> RenderableType:
-    """Each compute with its sites, candidates, times and verdict."""
-    table = Table(title=_title(graft.model), title_justify="left")
-    for heading in ("family", "sites", "right/tried", "solution"):
-        table.add_column(heading)
-    for regime in REGIMES:
-        table.add_column(f"{regime} µs", justify="right")
-    table.add_column("verdict")
-    for cells in _graft_rows(graft):
-        table.add_row(*cells)
-    return Group(table, Text(graft_line(graft)))
+    """Each compute with its places, candidates and times, and why one was rejected."""
+    rows = _graft_rows(graft, site_name)
+    table = _table(_title(graft.model), GRAFT_HEADINGS, rows, numbers={2, 3, 4}, folded={1})
+    reasons = [Text(f"rejected: {p.family}: {p.reason}") for p in graft.patches if p.status == "rejected"]
+    return Group(table, *reasons, Text(graft_line(graft)))
 
 
 def graft_line(graft: Graft) -> str:
@@ -197,18 +200,26 @@ def graft_line(graft: Graft) -> str:
     return line
 
 
-def _graft_rows(graft: Graft) -> Iterable[list[str]]:
+def _graft_rows(graft: Graft, name: Callable[[Site], str]) -> Iterable[list[str]]:
     for patch in graft.patches:
         own = [e for e in graft.evaluations if e.definition in patch.definitions]
         seats = leading_seats(patch)
+        seated = ", ".join(dict.fromkeys(short_name(s, patch.definitions) for s in patch.solutions))
         yield [
             patch.family,
-            "\n".join(s.key for s in patch.sites),
+            "\n".join(f"{name(s)} ×{len(s.instances)}" for s in patch.sites),
             f"{_right(own)}/{len(own)}",
-            leading_solution(patch) or UNKNOWN,
             *(_seat_text(seats.get(regime)) for regime in REGIMES),
-            patch.status if patch.reason is None else f"{patch.status}: {patch.reason}",
+            seated or "original",
         ]
+
+
+def site_name(site: Site) -> str:
+    """The last part of a site's path, or what is replaced in its method."""
+    if site.symbol is not None:
+        return site.symbol
+    parts = [part for part in site.path.split(".") if part != "*"]
+    return parts[-1] if parts else site.class_name.rpartition(".")[2]
 
 
 def _right(evaluations: Sequence[Evaluation]) -> int:
@@ -220,19 +231,21 @@ def _seat_text(seat: Seat | None) -> str:
     if seat is None or seat.original_us is None:
         return UNKNOWN
     if seat.solution_us is None:
-        return f"{seat.original_us:.1f}"
-    joined = f" → {seat.solution_us:.1f}" if seat.seated else f" ({seat.solution_us:.1f})"
-    return f"{seat.original_us:.1f}{joined}"
+        return _time(seat.original_us)
+    ours = _time(seat.solution_us)
+    return _time(seat.original_us) + (f" → {ours}" if seat.seated else f" ({ours})")
+
+
+def _time(us: float) -> str:
+    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+BENCH_HEADINGS = ["", "baseline", "grafted", "grafted is"]
 
 
 def bench_table(bench: BenchResult) -> RenderableType:
     """Before and after, and what it means in lines."""
-    table = Table(title=_title(bench.model), title_justify="left")
-    table.add_column("")
-    for heading in ("baseline", "grafted", "grafted is"):
-        table.add_column(heading, justify="right")
-    for cells in _bench_rows(bench):
-        table.add_row(*cells)
+    table = _table(_title(bench.model), BENCH_HEADINGS, _bench_rows(bench), numbers={1, 2, 3})
     return Group(table, *(Text(line) for line in bench_lines(bench)))
 
 
@@ -315,13 +328,49 @@ def figure_text(figure: Figure | None, digits: int = 1) -> str:
     return f"{figure.mean:.{digits}f}" + ("" if figure.std is None else f" ± {figure.std:.{digits}f}")
 
 
+LARGEST_VARIANT = 4
+LONGEST_WORD = 14
+
+
 def variant_text(semantics: Mapping[str, Any]) -> str:
-    """`offset=1, cast=before`; nested variants in brackets."""
+    """`offset=1, cast=before`: the first short values, and a nested family's name; long names of code are left out."""
     said = []
     for key, value in semantics.items():
-        if value is not None:
-            said.append(f"{key}=({variant_text(value)})" if isinstance(value, Mapping) else f"{key}={value}")
-    return ", ".join(said)
+        if isinstance(value, Mapping) and "family" in value:
+            said.append(f"{key}={value['family']}")
+        elif isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= LONGEST_WORD):
+            said.append(f"{key}={value}")
+    return ", ".join(said[:LARGEST_VARIANT]) + (", …" if len(said) > LARGEST_VARIANT else "")
+
+
+def short_name(solution: str, definitions: Iterable[str]) -> str:
+    """The name of a Solution without that of its Definition."""
+    for definition in definitions:
+        if solution.endswith(f"_{definition}"):
+            return solution.removesuffix(f"_{definition}")
+    return solution
+
+
+def _usable(reason: str | None) -> str:
+    return "usable" if reason is None else f"not usable: {reason}"
+
+
+def _table(
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Container[int] = (),
+    folded: Container[int] = (),
+) -> Table:
+    """Cells are shown as they are: a name can hold what looks like markup. Only the `folded` columns give way."""
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, heading in enumerate(headings):
+        justify: Literal["left", "right"] = "right" if index in numbers else "left"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=index not in folded)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -345,9 +394,8 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
         f"{machine.cpu}, {machine.cores} cores, {machine.gpu or 'no GPU'}, Python {machine.python}; {versions}.",
         "## Computes",
         f"{graft_line(graft)}. Policy: {graft.policy}. Times are medians of one call.",
-        _markdown_table(
-            ["family", "sites", "right/tried", "solution", "prefill µs", "decode µs", "verdict"], _graft_rows(graft)
-        ),
+        _markdown_table(GRAFT_HEADINGS, _graft_rows(graft, lambda site: site.key)),
+        *(f"Rejected: {p.family}: {p.reason}." for p in graft.patches if p.status == "rejected"),
     ]
     if plan is not None and plan.rows:
         rows = (
@@ -369,7 +417,7 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
     if bench is not None:
         parts += [
             "## Before and after",
-            _markdown_table(["", "baseline", "grafted", "grafted is"], _bench_rows(bench)),
+            _markdown_table(BENCH_HEADINGS, _bench_rows(bench)),
             "\n".join(f"- {line}" for line in bench_lines(bench)),
         ]
     return "\n\n".join(parts) + "\n"

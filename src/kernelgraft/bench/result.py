@@ -119,11 +119,11 @@ class Coverage(Record):
 
     device: Literal["cpu"]
     cpu_time_percent: float
-    """Inside the replaced sites over the whole of generate, CPU time of the calling thread; sites inside sites once."""
+    """CPU time of the thread inside the replaced sites, over that of generate; a site inside another counts once."""
     sites_percent: dict[str, float]
     """Per `Site.key`, each with all that runs inside it."""
     new_tokens: int
-    """Tokens generated while profiling."""
+    """Tokens generated per run while this was measured."""
 
 
 class Proof(Record):
@@ -154,8 +154,8 @@ class PatchCalls(Record):
     """Left to the original because it is the faster one for these sizes."""
     fallbacks: dict[str, int]
     """Left to the original because they are outside the guard, by reason."""
-    contained: bool
-    """True if another patch contains all its places, so that it was left out."""
+    contained: int
+    """Module instances inside another patch, which serves them."""
 
 
 class BenchResult(Record):

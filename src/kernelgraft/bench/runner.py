@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-import kernelgraft.errors as errors
+from kernelgraft import errors, machine
 from kernelgraft.bench import stats
 from kernelgraft.bench.result import (
     BenchResult,
@@ -43,7 +43,7 @@ TURN_S = 0.5
 """A turn repeats a short run until it has taken about this long, so that noise averages out."""
 LARGEST_REPEATS = 20
 COVERAGE_TOKENS = 16
-"""The profiler keeps every operator of every step; the shares settle after a few steps."""
+"""The shares settle after a few steps."""
 TIMEOUT_S = 1800.0
 """For one answer of a process; loading and the first run, with all compilation, are the longest."""
 CLOSING_S = 20.0
@@ -71,6 +71,7 @@ class Worker:
             stderr=self._noise,
             text=True,
             encoding="utf-8",
+            env=machine.child_environment(),
         )
 
     def ask(self, do: str, **order: Any) -> dict[str, Any]:
