@@ -243,6 +243,22 @@ def test_a_forward_that_is_our_own_patch_is_no_obstacle() -> None:
     assert statements(block, rows(1, 5, SIZE), rows(1, 5, SIZE)) == "kernel" and len(asked) == 1
 
 
+def test_an_accelerate_hook_over_our_own_patch_is_seen() -> None:
+    """Accelerate's wrapper copies the attributes of the function under it, our mark among them."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    block = block_of(LlamaRMSNorm(SIZE))
+    statements, asked = seated(block, "post")
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    forward.__kernelgraft_sites__ = ("layers.*.norm",)  # type: ignore[attr-defined]
+    block.part.norm.forward = types.MethodType(forward, block.part.norm)
+    hooks.add_hook_to_module(block.part.norm, hooks.ModelHook())
+    residual, hidden = rows(1, 5, SIZE), rows(1, 5, SIZE, seed=1)
+    assert torch.equal(statements(block, residual, hidden), residual + hidden) and not asked
+
+
 @pytest.mark.parametrize("distribution", ["normal", "zeros_rows", "huge", "inf", "nan"])
 def test_inputs_fit_the_definition(distribution: Any) -> None:
     definition = ask(block_of(GemmaRMSNorm(SIZE)), "pre").definitions[0]

@@ -200,11 +200,23 @@ def test_a_weight_that_is_a_buffer() -> None:
     class Buffered(Plain):
         def __init__(self) -> None:
             super().__init__()
-            values = self.gain.data
             del self.gain
-            self.register_buffer("gain", values)
+            self.register_buffer("gain", torch.zeros(SIZE))
 
-    assert recognised(Buffered()).semantics["weight"] == "gain"
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return ((1.0 + self.gain) * self.scaled(h)).to(h.dtype)
+
+    semantics = recognised(Buffered()).semantics
+    assert semantics["weight"] == "gain"
+    assert semantics["offset_dtype"] == "weight", "which zeros would not show"
+
+
+def test_a_vector_that_is_not_read_is_no_weight() -> None:
+    class Unread(Plain):
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return self.scaled(h).to(h.dtype)
+
+    assert not recognised(Unread()).semantics["with_weight"]
 
 
 def test_float32_weights_in_a_bfloat16_model() -> None:
@@ -223,7 +235,7 @@ class HalfRow(Plain):
 
 class Clamped(Plain):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return super().forward(h).clamp(-4, 4)
+        return super().forward(h).clamp(-7, 7)  # only a row with an outlier gets there
 
 
 class Sum(Plain):

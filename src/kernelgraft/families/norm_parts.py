@@ -73,12 +73,13 @@ def find_parts(module: nn.Module, x: torch.Tensor) -> Parts | str | None:
         centres = _close(copy(far + 100), large)
         offsets = ((large + copy(-far)) / 2).reshape(-1, shape[-1])
         eps = solve_eps(copy, rows)
+        read = [n for n in names if _is_read(copy, n, far, large)]
     bias = None
     if not _close(offsets, zero):
         bias = next((n for n in names if _close(offsets, getattr(copy, n))), None)
         if bias is None:
             return "scales its rows and adds something that is not one of its vectors"
-    weights = [n for n in names if n != bias]
+    weights = [n for n in read if n != bias]
     if len(weights) > 1:
         return "has two vectors that scale its rows; one is served"
     if eps is None:
@@ -169,6 +170,15 @@ def probe_rows(shape: Sequence[int]) -> torch.Tensor:
     rows[kinds == 5, columns[kinds == 5]] = 1000.0
     rows[kinds == 6] = draw((int((kinds == 6).sum()), shape[-1]), torch.float32, generator, "ramp")
     return rows.view(*shape)
+
+
+def _is_read(copy: nn.Module, name: str, x: torch.Tensor, output: torch.Tensor) -> bool:
+    """True if the output follows a change of that vector."""
+    vector = getattr(copy, name)
+    vector.mul_(2)
+    changed: torch.Tensor = copy(x.clone())
+    vector.div_(2)
+    return not torch.equal(changed, output)
 
 
 class _Functions(TorchFunctionMode):
