@@ -69,6 +69,8 @@ class Family(ABC):
     name: ClassVar[str]
     kinds: ClassVar[frozenset[str]]
     """Site kinds it can be found at."""
+    without_gradient: ClassVar[frozenset[str]] = frozenset({"cos", "sin", "attention_mask"})
+    """Definition inputs that no model differentiates (they come from positions and masks): the judge asks for none."""
 
     @abstractmethod
     def recognise(self, site: Site, calls: Sequence[Call]) -> Recognition | Rejection | None:
