@@ -289,6 +289,14 @@ def test_a_call_whose_output_is_another_is_rejected() -> None:
     assert isinstance(found, Rejection) and "captured output of `layers.0.norm`" in found.reason
 
 
+def test_weights_that_are_not_there_are_rejected() -> None:
+    norm, x = Plain(), rows(1, 5, SIZE)
+    call = call_of(norm, x)
+    norm.to("meta")
+    found = FAMILY.recognise(site_of(norm), [call])
+    assert isinstance(found, Rejection) and "cannot be run" in found.reason
+
+
 def test_the_live_module_is_neither_called_nor_changed() -> None:
     norm = build("llama", "LlamaRMSNorm", SIZE)
     called: list[Any] = []
