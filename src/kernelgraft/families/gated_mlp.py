@@ -99,6 +99,12 @@ def gated_mlp_seat(
             module = getattr(module, name)
         return module
 
+    def watched(activation: Any) -> bool:
+        """True for a module whose own call something wants to see: a kernel would not make it."""
+        own = getattr(activation, "__dict__", {})
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward")
+        return any(own.get(kind) for kind in kinds)
+
     def product(module: Any, gate: Any, up: Any) -> Any:
         function = inline[activation] if act is None else fetch(module, act)
         dtype = gate.dtype
@@ -120,7 +126,7 @@ def gated_mlp_seat(
             x = kwargs[parameter]
         else:
             return original(self, *args, **kwargs)
-        if eval_only and self.training:
+        if (eval_only and self.training) or (act is not None and watched(fetch(self, act))):
             return original(self, x)
         inputs = [fetch(self, path)(x) for path in heads]
         kernel = select(*inputs)
@@ -265,11 +271,16 @@ class GatedMLP(Family):
         """Why the form does not make a gated product; None if the module has parts that such a module has not."""
         owners = {*found.heads, *found.tail, *(s.path for s in found.inner)}
         parts = [n for n, _ in module.named_parameters() if not any(n.startswith(f"{path}.") for path in owners)]
-        if found.others or parts:
+        if found.others or parts or not found.tail:
             return None
-        acts = [type(module.get_submodule(s.path)).__name__ for s in found.inner]
-        what = f"activation `{acts[0]}` is not one of the known" if acts else "no known activation explains its product"
-        return Rejection(self.name, f"{what} (the closest is {match.max_ulp:.3g} ulp away, at most {TOLERANCE_ULP:g})")
+        halves = found.projected if len(found.heads) == 2 else found.projected[0].chunk(2, dim=-1)
+        for step in found.inner:
+            for gate, up in (halves, halves[::-1]):
+                if torch.equal(step.x, gate) and same(step.y * up, found.product).acceptable:
+                    name = type(module.get_submodule(step.path)).__name__
+                    return Rejection(self.name, f"activation `{step.path}` ({name}) is not one of the known")
+        far = f"the closest is {match.max_ulp:.3g} ulp away, at most {TOLERANCE_ULP:g}"
+        return Rejection(self.name, f"what its last part is given is not activation(gate) * up ({far})")
 
     def seat(self, semantics: dict[str, Any]) -> Seat:
         """See `Family.seat`."""
@@ -310,7 +321,8 @@ def _variants(module: nn.Module, found: Trace) -> Iterator[list[Variant]]:
         for name, upcast, layout in itertools.product(ACTIVATIONS, (False, True), layouts)
     ]
     yield plain
-    limits = {float(v) for v in vars(module).values() if type(v) in (int, float) and v > 0}
+    widths = {size for p in module.parameters() for size in p.shape}
+    limits = {float(v) for v in vars(module).values() if type(v) in (int, float) and v > 0 and v not in widths}
     for limit, clamp in itertools.product(sorted(limits), ("before", "after")):
         yield [
             Variant(name, upcast=upcast, clamp=clamp, limit=limit, **layout)

@@ -69,7 +69,7 @@ class Dispatcher:
                 constraint_check(constraint)  # compiled now, since torch.compile cannot trace it
         self._table: dict[Any, Outcome] = {}
         self._outcomes: dict[tuple[str | None, str | None], Outcome] = {}
-        self._originals = 0
+        self._left = 0
         self._bypassed: dict[str, int] = {}
         self.select: Select = self._build()
 
@@ -94,11 +94,7 @@ class Dispatcher:
     def fallbacks(self) -> dict[str, int]:
         """Calls that ran the original because they had to, by reason."""
         found = {o.reason: o.calls for o in self._outcomes.values() if o.reason is not None and o.calls}
-        unasked = self._originals - self.by_choice - sum(found.values())
-        found |= self._bypassed
-        if unasked > 0:
-            found[BYPASSED] = unasked
-        return found
+        return found | self._bypassed
 
     @property
     def calls(self) -> int:
@@ -106,12 +102,12 @@ class Dispatcher:
         return sum(self.served.values()) + self.by_choice + sum(self.fallbacks.values())
 
     def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original`, counting its calls: so a call that the seat leaves to it without asking `select` is seen too."""
+        """`original`, so that a call which the seat leaves to it without asking `select` is counted too."""
 
         @functools.wraps(original)
         def through(*args: Any, **kwargs: Any) -> Any:
             if not _tracing():
-                self._originals += 1
+                self._note_original()
             return original(*args, **kwargs)
 
         return through
@@ -126,6 +122,12 @@ class Dispatcher:
             return original(*args, **kwargs)
 
         return through
+
+    def _note_original(self) -> None:
+        left = sum(o.calls for o in self._outcomes.values() if o.kernel is None)
+        if left == self._left:  # `select` has not said so since the last time
+            self._bypassed[BYPASSED] = self._bypassed.get(BYPASSED, 0) + 1
+        self._left = left
 
     def _decide(self, inputs: Sequence[Any]) -> tuple[str | None, str | None]:
         """The Solution's name, or the reason why the original must serve; neither if it serves by choice."""

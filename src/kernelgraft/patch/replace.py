@@ -49,7 +49,7 @@ class Replacer:
                 names[symbol] = self._seat(claim, self._dispatcher(claim).counted(scope[symbol]))
             elif claim.site.kind == "attention":
                 seat = families.get(claim.patch.family).seat(claim.patch.semantics)
-                wanted = claim.patch.semantics.get("implementation")
+                wanted = claim.site.detail.get("implementation")
                 wrap = functools.partial(_interface, self._dispatcher(claim), seat, wanted)
                 names[symbol] = InterfaceProxy(scope[symbol], wrap)
             elif claim.site.kind == "statement":

@@ -21,7 +21,8 @@ from torch import nn
 from kernelgraft.errors import RebindError
 from kernelgraft.records import Site, SiteKind
 from kernelgraft.sites.install import current
-from kernelgraft.sites.rebind import function_tree, global_functions, innermost, loaded_globals, source_ref
+from kernelgraft.sites.rebind import function_tree, global_functions, innermost, source_ref
+from kernelgraft.sites.source import loaded_globals
 from kernelgraft.sites.statements import Found, find, select
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -79,6 +80,10 @@ def _site(model: nn.Module, pattern: str, place: _Place, instances: tuple[str, .
         source = source_ref(method, first=begin + (place.index or 0), last=begin + (place.last or 0))
     else:
         source = source_ref(method)
+    # The calls that get recorded go to this attention function; another one has other masks and other outputs.
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if place.kind == "attention" and isinstance(name, str):
+        detail = {"implementation": name}
     return Site(
         kind=place.kind,
         path=pattern,
@@ -111,8 +116,11 @@ class _Methods:
 
     def places(self, module: nn.Module) -> list[_Place]:
         """The sites of one module: itself, and what its forward, and the methods that forward calls, hold."""
+        forward = current(module, "forward")
+        if forward is nn.Module.forward:  # never written: a mere holder of other modules
+            return []
         found = [_Place("module", "forward", None)]
-        _, _, called = self._of(current(module, "forward"), "forward")
+        _, _, called = self._of(forward, "forward")
         names = ["forward", *(n for n in called if _own_method(module, n))]
         for name in names:
             try:
