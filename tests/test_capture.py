@@ -12,6 +12,7 @@ from transformers import AttentionInterface, GenerationConfig
 from kernelgraft.errors import RebindError
 from kernelgraft.models import left_padded, load, prompt_ids
 from kernelgraft.sites import Run, capture, discover, generate
+from kernelgraft.sites.calls import copied, differ
 
 TYPES = ("config:qwen3", "config:gemma2", "config:gpt2")
 
@@ -26,6 +27,11 @@ def overwrite(x):
 
 def tables(x, table):
     return x + table["a"][0]
+
+
+def keep(x, seen):
+    seen.append(x)
+    return x
 
 
 class Norm(nn.Module):
@@ -220,6 +226,49 @@ def test_a_change_in_place_is_seen_and_the_value_before_it_kept():
     assert call.mutated == ("args[0]",)
     assert torch.equal(call.output, call.args[0] * 2)
     assert all(c.mutated == () for c in got.calls["layers.*.forward:scale"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_copies_are_equal_and_changes_are_seen(dtype):
+    values = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(dtype)
+    for tensor in (values, values.T, values[:, 1], values[0, 0], values[:0], values[0].expand(3, 2)):
+        twin = copied([tensor])[0]
+        assert twin.stride() == tensor.stride() and twin.data_ptr() != tensor.data_ptr() or not tensor.numel()
+        assert not differ([tensor], [twin])
+    other = copied(values)
+    other[0, 0] = 1
+    assert differ(values, other) and differ(values, values.T[:1]) and differ(values, None)
+
+
+def test_nan_is_no_change_and_another_sign_of_zero_is():
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert not differ(nan, nan.clone()) and differ(zero, -zero)
+
+
+def test_a_list_that_grows_is_a_change_in_place():
+    model = fake()
+
+    class Collects(Layer):
+        def forward(self, x, *, table):
+            return keep(x, seen=[x])
+
+    model.layers = nn.ModuleList([Collects()])
+    got = capture(model, discover(model), [run()])
+    call = got.calls["layers.*.forward:keep"][0]
+    assert call.mutated == ("kwargs.seen",) and len(call.kwargs["seen"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_steps_under_an_adapter_are_decode():
+    from peft import LoraConfig, get_peft_model
+
+    loaded = load("config:qwen3")
+    model = get_peft_model(loaded.model, LoraConfig(r=2, target_modules=["q_proj"]))
+    ids = prompt_ids(loaded, "The")
+    sites = [site for site in discover(model) if site.kind == "attention"]
+    (counts,) = capture(model, sites, [Run(ids, torch.ones_like(ids), 3)]).counts.values()
+    layers = len(sites[0].instances)
+    assert counts == {"prefill": layers, "decode": 2 * layers}
 
 
 def test_strides_are_kept():

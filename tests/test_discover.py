@@ -218,6 +218,15 @@ def test_an_installed_method_is_what_is_looked_at():
     assert sites["layers.*.mixer"].instances == ("layers.1.mixer",)
 
 
+def test_a_mere_holder_is_no_site():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = Norm(4)
+
+    assert [site.key for site in discover(nn.ModuleList([Holder()]))] == ["*.norm"]
+
+
 def test_code_without_source_gives_no_sites():
     scope = {"nn": nn, "__name__": "nowhere"}
     exec("class Made(nn.Module):\n    def forward(self, x):\n        return x\n", scope)

@@ -21,7 +21,8 @@ from transformers import AttentionInterface
 
 from kernelgraft.errors import RebindError
 from kernelgraft.sites import InterfaceProxy, current, global_functions, innermost, install, rebind, source_ref
-from kernelgraft.sites.rebind import function_tree, loaded_globals
+from kernelgraft.sites.rebind import function_tree
+from kernelgraft.sites.source import loaded_globals
 
 OFFSET = 1.0
 
@@ -251,7 +252,6 @@ def test_a_source_that_is_not_that_of_the_code_is_refused(tmp_path):
     file.write_text("def forward(self, x):\n    return x + 1\n")
     scope = {"__name__": "changing"}
     exec(compile(file.read_text(), str(file), "exec"), scope)
-    assert function_tree(scope["forward"]).name == "forward"
     file.write_text("def forward(self, x):\n    return x + 2222\n")
     linecache.checkcache(str(file))
     with pytest.raises(RebindError, match="not that of the loaded code"):
@@ -311,7 +311,7 @@ def test_a_source_ref_of_transformers_is_a_permalink_with_a_hash():
 
 def test_a_source_ref_elsewhere_has_no_url():
     assert source_ref(Plain).url is None
-    assert (source_ref(Plain).symbol, source_ref(Plain).file) == ("Plain", f"{__name__}.py")
+    assert (source_ref(Plain).symbol, source_ref(Plain).file) == ("Plain", "test_rebind.py")
 
 
 def test_a_source_ref_of_torch_has_the_release_without_its_build():

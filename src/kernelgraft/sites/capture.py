@@ -16,12 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernelgraft.errors import RebindError
 from kernelgraft.records import Regime, Site
 from kernelgraft.sites import statements
-from kernelgraft.sites.calls import Call
+from kernelgraft.sites.calls import Call, copied, differ, signature
 from kernelgraft.sites.install import current, install
 from kernelgraft.sites.rebind import innermost, rebind
 
@@ -193,21 +192,21 @@ class _Tape:
             return run(*args, **kwargs)
         # Attention's shapes can hide a mask's content: there each cache and padding counts as new.
         kind = self._run.label if site.kind == "attention" else ""
-        signature = (key, regime, kind, _shape(args), _shape(kwargs))
-        if signature in self._seen or signature in self._new:
+        sort = (key, regime, kind, signature(args), signature(kwargs))
+        if sort in self._seen or sort in self._new:
             return run(*args, **kwargs)
-        before = tree_map_only(torch.Tensor, _copy, (args, kwargs))
+        before = copied((args, kwargs))
         self._kept[key, regime] += 1
         output = run(*args, **kwargs)
         mutated = (
-            *(f"args[{i}]" for i, (a, b) in enumerate(zip(args, before[0], strict=True)) if _differ(a, b)),
-            *(f"kwargs.{name}" for name, value in kwargs.items() if _differ(value, before[1][name])),
+            *(f"args[{i}]" for i, (a, b) in enumerate(zip(args, before[0], strict=True)) if differ(b, a)),
+            *(f"kwargs.{name}" for name, value in kwargs.items() if differ(before[1][name], value)),
         )
-        kept = tree_map_only(torch.Tensor, _copy, output)
+        kept = copied(output)
         call = Call(
             instance, module, before[0], before[1], kept, regime, original, self._run.cache, self._run.padded, mutated
         )
-        self._new[signature] = (key, call)
+        self._new[sort] = (key, call)
         return output
 
 
@@ -228,7 +227,10 @@ def _recording(model: nn.Module, sites: Sequence[Site], tape: _Tape) -> Iterator
 
 def _watch_regime(model: nn.Module, tape: _Tape) -> Any:
     """Tell prefill from decode by the number of tokens in each call of the model that generates."""
-    generating = next((m for m in model.modules() if hasattr(m, "generation_config")), model)
+    from transformers import GenerationMixin
+
+    # Not the outermost module where an adapter's wrapper is around the model: generating goes past its forward.
+    generating = next((m for m in model.modules() if isinstance(m, GenerationMixin)), model)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
@@ -292,43 +294,3 @@ def _module(
         return tape.play(site, where, original, functools.partial(method, self), args, kwargs)
 
     return recorded
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, also of an expanded or sliced tensor."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return tensor.clone()
-    copied = tensor.clone()
-    if copied.stride() == tensor.stride():
-        return copied
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((reach,), (1,)).clone()
-    return memory.as_strided(tensor.shape, tensor.stride(), 0)
-
-
-def _differ(before: Any, after: Any) -> bool:
-    """True if a tensor in the one is not bit for bit that in the other (NaN equals NaN)."""
-    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
-    return any(isinstance(b, torch.Tensor) and not _equal(a, b) for a, b in pairs)
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (
-        a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-    )
-
-
-def _shape(value: Any) -> Any:
-    """Shapes and dtypes of tensors, values of scalars, types of everything else."""
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return tuple(_shape(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _shape(v)) for k, v in value.items())
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return (type(value).__name__, value)
-    return type(value).__qualname__

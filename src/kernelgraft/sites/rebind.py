@@ -12,31 +12,19 @@ from __future__ import annotations
 
 import ast
 import copy
-import dis
-import hashlib
-import importlib.metadata
 import inspect
-import itertools
-import linecache
-import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kernelgraft.errors import RebindError
 from kernelgraft.records import SourceRef
+from kernelgraft.sites.source import cite, compile_tree, loaded_globals, read_tree
 
 Transform = Callable[[ast.FunctionDef], ast.FunctionDef]
 
 _TREE = "__kernelgraft_tree__"
 """Attribute of a recompiled function: its syntax tree, because the file on disk still holds the original."""
-
-INJECTED = "__kernelgraft_"
-"""Prefix of the globals that a transform may introduce; exempt from the mangling of private names."""
-
-
-_PUBLISHED = {"transformers": "huggingface/transformers/blob/v{}/src", "torch": "pytorch/pytorch/blob/v{}"}
-"""Where the sources of a release stand."""
 
 
 def innermost(method: Callable[..., Any]) -> types.FunctionType:
@@ -56,7 +44,10 @@ def rebind(
     """
     layers = _layers(method)
     inner = layers[-1]
-    code, tree = (inner.__code__, None) if transform is None else _recompile(inner, transform)
+    code, tree = inner.__code__, None
+    if transform is not None:
+        tree = ast.fix_missing_locations(transform(function_tree(inner)))
+        code = compile_tree(tree, code)
     unused = sorted(set(names or ()) - loaded_globals(code))
     if unused:
         raise RebindError(
@@ -95,39 +86,13 @@ def global_functions(method: Callable[..., Any]) -> dict[str, types.FunctionType
     return found
 
 
-def loaded_globals(code: types.CodeType) -> set[str]:
-    """Names that `code`, or a function defined inside it, loads as globals."""
-    found: set[str] = set()
-    for each in _nested(code):
-        found.update(i.argval for i in dis.get_instructions(each) if i.opname == "LOAD_GLOBAL")
-    return found
-
-
 def function_tree(method: Callable[..., Any]) -> ast.FunctionDef:
     """A private copy of the syntax tree of the innermost function of `method`: no decorators, line numbers of the file.
 
     Raises RebindError if there is no source, or if it does not compile to the code that is loaded.
     """
     inner = innermost(method)
-    if _TREE in inner.__dict__:
-        tree: ast.FunctionDef = copy.deepcopy(inner.__dict__[_TREE])
-        return tree
-    try:
-        linecache.checkcache(inner.__code__.co_filename)
-        lines, first = inspect.getsourcelines(inner)
-        # A method's lines are parsed under an `if`, because dedenting would change strings that span lines.
-        indented = lines[0][:1].isspace()
-        body: list[Any] = ast.parse(("if True:\n" if indented else "") + "".join(lines)).body
-        found = body[0].body[0] if indented else body[0]
-    except (OSError, TypeError, SyntaxError, IndexError) as error:
-        raise RebindError(f"`{inner.__qualname__}` has no source to rewrite ({error})") from error
-    if not isinstance(found, ast.FunctionDef):
-        raise RebindError(f"`{inner.__qualname__}` is not written as a `def`")
-    found.decorator_list = []
-    ast.increment_lineno(found, first - 1 - indented)
-    if not _same_code(_compile(found, inner), inner.__code__):
-        raise RebindError(f"`{inner.__qualname__}`: the source on disk is not that of the loaded code; restart Python")
-    return found
+    return copy.deepcopy(inner.__dict__[_TREE]) if _TREE in inner.__dict__ else read_tree(inner.__code__)
 
 
 def source_ref(
@@ -138,28 +103,7 @@ def source_ref(
     Code of an installed release of transformers or torch gets a permalink at that release's tag. Raises RebindError
     without source.
     """
-    plain = obj if isinstance(obj, type) else innermost(obj)
-    try:
-        lines, begin = inspect.getsourcelines(plain)
-        text = linecache.getlines(inspect.getsourcefile(plain) or "")
-    except (OSError, TypeError) as error:
-        raise RebindError(f"`{plain.__qualname__}` has no source to cite ({error})") from error
-    first = begin if first is None else first
-    last = begin + len(lines) - 1 if last is None else last
-    cited = "".join(text[first - 1 : last] if text else lines)
-    file = plain.__module__.replace(".", "/") + ".py"
-    home = file.partition("/")[0]
-    release = importlib.metadata.version(home).partition("+")[0] if home in _PUBLISHED else ""
-    tagged = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", release)
-    url = f"https://github.com/{_PUBLISHED[home].format(release)}/{file}#L{first}-L{last}" if tagged else None
-    return SourceRef(
-        file=file,
-        first_line=first,
-        last_line=last,
-        sha256=hashlib.sha256(cited.encode()).hexdigest(),
-        url=url,
-        symbol=symbol or plain.__qualname__,
-    )
+    return cite(obj if isinstance(obj, type) else innermost(obj), first, last, symbol)
 
 
 def _layers(method: Callable[..., Any]) -> list[types.FunctionType]:
@@ -221,90 +165,3 @@ def _copy(
     setattr(copied, lazy, getattr(function, lazy))
     copied.__dict__.update(function.__dict__)
     return copied
-
-
-def _recompile(inner: types.FunctionType, transform: Transform) -> tuple[types.CodeType, ast.FunctionDef]:
-    tree = ast.fix_missing_locations(transform(function_tree(inner)))
-    code = _compile(tree, inner)
-    return code, tree
-
-
-def _compile(tree: ast.FunctionDef, inner: types.FunctionType) -> types.CodeType:
-    """The code object of `tree` as if it stood where `inner` was written: same free variables, same private names."""
-    body: ast.FunctionDef = copy.deepcopy(tree)
-    parents = inner.__qualname__.split(".")[:-1]
-    if parents and parents[-1] != "<locals>":
-        _Mangle(parents[-1]).visit(body)
-    free = inner.__code__.co_freevars
-    outer = ast.parse(f"def {INJECTED}outer({', '.join(free)}): pass").body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    outer.body = [body]
-    module = ast.fix_missing_locations(ast.Module(body=[outer], type_ignores=[]))
-    flags = inner.__code__.co_flags & _FUTURE
-    whole = compile(module, inner.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
-    found = next(c for c in itertools.islice(_nested(whole), 2, None) if c.co_name == tree.name)
-    return found.replace(co_qualname=inner.__code__.co_qualname)
-
-
-def _future_flags() -> int:
-    import __future__
-
-    flags = 0
-    for name in __future__.all_feature_names:
-        flags |= getattr(__future__, name).compiler_flag
-    return flags
-
-
-_FUTURE = _future_flags()
-
-
-class _Mangle(ast.NodeTransformer):
-    """Private names (`__x`) as the compiler mangles them inside a class."""
-
-    def __init__(self, class_name: str) -> None:
-        self.prefix = "_" + class_name.lstrip("_")
-
-    def _mangled(self, name: str) -> str:
-        private = re.fullmatch(r"__\w*(?<!__)", name) and not name.startswith(INJECTED)
-        return self.prefix + name if private else name
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        node.id = self._mangled(node.id)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        self.generic_visit(node)
-        node.attr = self._mangled(node.attr)
-        return node
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        self.generic_visit(node)
-        node.arg = self._mangled(node.arg)
-        return node
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
-
-
-def _same_code(ours: types.CodeType, loaded: types.CodeType) -> bool:
-    """True if both do the same, whatever their line numbers and the compiler's choice of call instructions.
-
-    That choice depends on what the rest of the file imports, which a function compiled alone does not show.
-    """
-
-    def plain(code: types.CodeType) -> list[Any]:
-        steps = [
-            ("LOAD_ATTR" if i.opname == "LOAD_METHOD" else i.opname, None if i.opcode in _JUMPS else str(i.argval))
-            for i in dis.get_instructions(code)
-            if i.opname not in ("PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG")
-        ]
-        return [s for s in steps if "<code object" not in str(s[1])]
-
-    return [plain(c) for c in _nested(ours)] == [plain(c) for c in _nested(loaded)]
-
-
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))

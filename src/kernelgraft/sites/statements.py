@@ -22,7 +22,8 @@ from torch import nn
 
 from kernelgraft.errors import RebindError
 from kernelgraft.records import Site
-from kernelgraft.sites.rebind import INJECTED, Transform
+from kernelgraft.sites.rebind import Transform
+from kernelgraft.sites.source import INJECTED
 
 Order = Literal["pre", "post"]
 
