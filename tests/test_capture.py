@@ -233,7 +233,7 @@ def test_copies_are_equal_and_changes_are_seen(dtype):
     values = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(dtype)
     for tensor in (values, values.T, values[:, 1], values[0, 0], values[:0], values[0].expand(3, 2)):
         twin = copied([tensor])[0]
-        assert twin.stride() == tensor.stride() and twin.data_ptr() != tensor.data_ptr() or not tensor.numel()
+        assert (twin.stride() == tensor.stride() and twin.data_ptr() != tensor.data_ptr()) or not tensor.numel()
         assert not differ([tensor], [twin])
     other = copied(values)
     other[0, 0] = 1

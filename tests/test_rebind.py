@@ -228,6 +228,12 @@ def test_a_rewritten_method_keeps_super_private_names_and_lines():
     }
 
 
+def test_a_rewritten_method_under_decorators_cites_the_same_lines():
+    copied = rebind(Decorated.forward, transform=lambda tree: tree)
+    assert innermost(copied).__code__.co_firstlineno == innermost(Decorated.forward).__code__.co_firstlineno
+    assert source_ref(copied) == source_ref(Decorated.forward)
+
+
 def test_an_injected_name_must_be_used_by_the_rewritten_code():
     with pytest.raises(RebindError, match="does not use `__kernelgraft_8`"):
         rebind(Plain.forward, names={"__kernelgraft_8": double}, transform=swap("double", "__kernelgraft_7"))

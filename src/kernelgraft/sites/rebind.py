@@ -87,8 +87,9 @@ def global_functions(method: Callable[..., Any]) -> dict[str, types.FunctionType
 
 
 def function_tree(method: Callable[..., Any]) -> ast.FunctionDef:
-    """A private copy of the syntax tree of the innermost function of `method`: no decorators, line numbers of the file.
+    """A private copy of the syntax tree of the innermost function of `method`, with the line numbers of the file.
 
+    Its decorators stand in it as written; `rebind` copies the layers that they made instead of applying them again.
     Raises RebindError if there is no source, or if it does not compile to the code that is loaded.
     """
     inner = innermost(method)

@@ -39,7 +39,7 @@ def loaded_globals(code: types.CodeType) -> frozenset[str]:
 
 
 def read_tree(code: types.CodeType) -> ast.FunctionDef:
-    """A private copy of the syntax tree that `code` was compiled from: no decorators, line numbers of the file.
+    """A private copy of the syntax tree that `code` was compiled from, with the line numbers of the file.
 
     Raises RebindError if there is no source, or if it does not compile to this code.
     """
@@ -60,7 +60,6 @@ def _read_tree(code: types.CodeType, filename: str) -> ast.FunctionDef:
         raise RebindError(f"`{code.co_qualname}` has no source to rewrite ({error})") from error
     if not isinstance(found, ast.FunctionDef):
         raise RebindError(f"`{code.co_qualname}` is not written as a `def`")
-    found.decorator_list = []
     ast.increment_lineno(found, first - 1 - indented)
     if not _same_code(compile_tree(found, code), code):
         raise RebindError(f"`{code.co_qualname}`: the source on disk is not that of the loaded code; restart Python")
