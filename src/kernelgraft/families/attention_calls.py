@@ -176,14 +176,16 @@ def probe(
     *,
     sinks: bool,
     seed: int = 0,
+    scale: float = 1.0,
 ) -> Probe | None:
     """Call the original with random tensors of other sizes (batch, q_len, kv_len); None where it raises.
 
+    `scale` is a factor on the query, so on the scores.
     The module is a stand-in whose own parameters are random, so that what the function reads from it shows.
     """
     generator = torch.Generator().manual_seed(seed)
     batch, q_len, kv_len = sizes
-    query = draw((batch, bound.query.shape[1], q_len, bound.query.shape[-1]), dtype, generator)
+    query = draw((batch, bound.query.shape[1], q_len, bound.query.shape[-1]), dtype, generator) * scale
     key = draw((batch, bound.key.shape[1], kv_len, bound.key.shape[-1]), dtype, generator)
     value = draw((batch, bound.value.shape[1], kv_len, bound.value.shape[-1]), dtype, generator)
     given = {k: v for k, v in bound.keywords.items() if k in keywords.expected}

@@ -18,7 +18,7 @@ from torch import nn
 from kernelgraft.families.base import Call
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One call of a child with one tensor in and one out."""
 
@@ -40,7 +40,7 @@ class Trace:
     projected: tuple[torch.Tensor, ...]
     """What the heads returned."""
     product: torch.Tensor
-    """What the tail was given."""
+    """What the tail was given; the output if there is no tail."""
     others: tuple[str, ...]
     """Paths of all other children that were called."""
 
@@ -97,8 +97,8 @@ def trace(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs:
         tail.insert(0, steps[found].path)
         current, start = steps[found].x, found
     fed = [s for s in steps[:start] if _equal(s.x, x)]
-    if not tail:
-        return "its output is not what its last child returns" if _gated(fed, steps, output) else None
+    if not tail and _gated(fed, steps, output):
+        return "its output is not what its last child returns"
     single = [s for s in fed if s.y.shape == current.shape]
     double = [s for s in fed if s.y.shape[:-1] == current.shape[:-1] and s.y.shape[-1] == 2 * current.shape[-1]]
     heads = single if len(single) == 2 else double
@@ -126,7 +126,7 @@ def _last(steps: list[Step], value: torch.Tensor) -> int | None:
 
 def _gated(fed: list[Step], steps: list[Step], output: torch.Tensor) -> bool:
     """Two equally wide projections of x, and a third that leads back to x's width."""
-    if len(fed) != 2 or fed[0].y.shape != fed[1].y.shape:
+    if len(fed) != 2 or fed[0].y.shape != fed[1].y.shape or fed[0].y.shape == output.shape:
         return False
     return any(s.x.shape == fed[0].y.shape and s.y.shape == output.shape for s in steps if s not in fed)
 

@@ -5,6 +5,7 @@ Found at calls of a global function. Semantics of a recognised site:
 - `pairs_in`, `pairs_out`: which channels form a pair before and after, `half` (i, i + r/2) or `interleaved`
   (2i, 2i + 1);
 - `rotary_dim`, `head_dim`, `placement`: how many channels turn, and whether they are the `first` or the `last` ones;
+- `direction`: `forward` (a cos - b sin, b cos + a sin) or `backward` (the other signs);
 - `table`: cos and sin have a value for each rotated channel (`full`; of `first_half` only that half is read), for each
   pair (`half`), or are one `complex` table, whose real view [..., r/2, 2] is the Definition's input `freqs`;
 - `table_layout`: how the values of a full table repeat: `duplicated` halves, `repeated` twice in a row, or `free`;
@@ -50,24 +51,33 @@ def rope_seat(
     `defaults` what `fixed` parameters are when they are not given; `without_k` says what a call without k returns (a
     `single` tensor or a `pair` with None), None if no such call is served.
     """
-    count = len(tensors)
-    direct = parameters[:count] == tensors and all(n in defaults and defaults[n] == v for n, v in fixed.items())
+    plans: dict[Any, Any] = {}
+
+    def plan(count: int, names: list[str]) -> Any:
+        """Where the inputs of such a call are (index, name, None: absent), and what must be equal; None: not served."""
+        places: dict[str, Any] = {name: index for index, name in enumerate(parameters[:count])}
+        if count > len(parameters) or any(name in places for name in names):
+            return None
+        places.update({name: name for name in names})
+        if any(name not in tensors and name not in fixed for name in places):
+            return None
+        if any(name not in places and defaults.get(name, original) != value for name, value in fixed.items()):
+            return None
+        checks = [(places[name], value) for name, value in fixed.items() if name in places]
+        return [places.get(name) for name in tensors], checks
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if direct and not kwargs and len(args) == count:
-            inputs = list(args)
-        else:
-            bound = dict(zip(parameters, args, strict=False))
-            if len(args) > len(parameters) or any(name in bound for name in kwargs):
+        key = (len(args), *kwargs)
+        if key not in plans:
+            plans[key] = plan(len(args), list(kwargs))
+        if plans[key] is None:
+            return original(*args, **kwargs)
+        places, checks = plans[key]
+        for place, value in checks:
+            given = args[place] if type(place) is int else kwargs[place]
+            if type(given) is not type(value) or given != value:
                 return original(*args, **kwargs)
-            bound.update(kwargs)
-            for name, value in fixed.items():
-                given = bound.pop(name, defaults.get(name, original))
-                if type(given) is not type(value) or given != value:
-                    return original(*args, **kwargs)
-            inputs = [bound.pop(name, None) for name in tensors]
-            if bound:
-                return original(*args, **kwargs)
+        inputs: list[Any] = [args[p] if type(p) is int else None if p is None else kwargs[p] for p in places]
         alone = without_k is not None and inputs[1] is None
         if alone:
             del inputs[1]
@@ -210,6 +220,7 @@ def _semantics(firsts: list[Bound], variant: Variant) -> dict[str, Any]:
         "rotary_dim": variant.rotary_dim,
         "head_dim": variant.head_dim,
         "placement": variant.placement,
+        "direction": variant.direction,
         "table": variant.table,
         "table_layout": _layout(first, variant),
         "leading": list(variant.leading),

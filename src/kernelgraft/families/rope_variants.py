@@ -42,6 +42,7 @@ class Variant:
     """For each leading axis of the tables, the axis of q that it goes with."""
     swapped: bool
     """True if the first of the two tables, in the function's order, is sin."""
+    direction: Literal["forward", "backward"] = "forward"
     compute: Literal["input", "float32"] = "input"
     cast: bool = True
 
@@ -81,7 +82,8 @@ class Variant:
         lines.append(f"a, b = {_halves(turned, self.pairs_in)}")
         if self.compute == "float32":
             lines.append("a, b = a.float(), b.float()")
-        lines += ["first = a * cos_a - b * sin_a", "second = b * cos_b + a * sin_b"]
+        minus, plus = ("-", "+") if self.direction == "forward" else ("+", "-")
+        lines += [f"first = a * cos_a {minus} b * sin_a", f"second = b * cos_b {plus} a * sin_b"]
         if self.pairs_out == "half":
             lines.append("y = torch.cat((first, second), dim=-1)")
         else:
@@ -249,9 +251,21 @@ def _variants(bound: Bound, geometry: Geometry) -> Iterator[Variant]:
         if rotary_dim > head_dim or rotary_dim % 2:
             continue
         places: tuple[Any, ...] = ("first",) if rotary_dim == head_dim else ("first", "last")
-        for place, pairs_in, pairs_out, swapped in itertools.product(places, layouts, layouts, orders):
+        directions: tuple[Any, ...] = ("forward", "backward")
+        for choice in itertools.product(directions, places, layouts, layouts, orders):
+            direction, place, pairs_in, pairs_out, swapped = choice
             yield Variant(
-                pairs_in, pairs_out, kind, place, rotary_dim, head_dim, q.ndim, geometry.leading, swapped, cast=cast
+                pairs_in=pairs_in,
+                pairs_out=pairs_out,
+                table=kind,
+                placement=place,
+                rotary_dim=rotary_dim,
+                head_dim=head_dim,
+                rank=q.ndim,
+                leading=geometry.leading,
+                swapped=swapped,
+                direction=direction,
+                cast=cast,
             )
 
 
@@ -302,9 +316,11 @@ def identify(bound: Bound) -> tuple[Variant, Geometry] | str:
                 continue
             for candidate in (variant, replace(variant, compute="float32")):
                 match = worst(_compare(candidate, bound, *case) for case in cases)
-                # Equally good variants computed the same on unstructured inputs: they are one compute.
                 if closest is None or match < closest[0]:
                     closest = (match, candidate, geometry)
+            # Another one that is bit-equal too, on inputs without any structure, would be the same compute.
+            if closest is not None and closest[0].bit_equal:
+                return closest[1:]
     if closest is None:
         return "no rotation of half-split or interleaved pairs gives its output"
     match, variant, geometry = closest
