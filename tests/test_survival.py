@@ -1,7 +1,7 @@
 """What must survive a graft: other models, identity, hooks, adapters, copies, training, generation.
 
-Each test runs on several architectures, with the reference of every recognised Definition seated as its Solution, so that
-the outcome must equal the original's.
+Each test runs on several architectures, with the reference of every recognised Definition seated as its Solution, so
+that the outcome must equal the original's.
 """
 
 from __future__ import annotations
