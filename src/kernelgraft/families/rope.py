@@ -104,6 +104,7 @@ class Rope(Family):
 
     name: ClassVar[str] = "rope"
     kinds: ClassVar[frozenset[str]] = frozenset({"function"})
+    without_gradient: ClassVar[frozenset[str]] = frozenset({"cos", "sin", "freqs"})
 
     def recognise(self, site: Site, calls: Sequence[Call]) -> Recognition | Rejection | None:
         """See `Family.recognise`."""
