@@ -17,12 +17,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kernelgraft import machine
+from kernelgraft import families, machine, models, pipeline, suppliers
 from kernelgraft.bench import bench, runner, stats, worker
-from kernelgraft.bench.coverage import Range, shares
+from kernelgraft.bench.coverage import Range, Recorder, ranged, shares
 from kernelgraft.bench.proof import attention_functions, prove
 from kernelgraft.bench.result import BenchResult, Proof
-from kernelgraft.errors import KernelgraftError, MismatchError, UnreachedError, UsageError
+from kernelgraft.errors import GraftError, KernelgraftError, MismatchError, UnreachedError, UsageError
+from kernelgraft.records import Graft, Patch, Seat
+from kernelgraft.store import Inventory
 
 # --- statistics ---
 
@@ -112,7 +114,7 @@ def test_a_single_token_has_no_decode_speed() -> None:
     assert side.warmup_s == 0.4
 
 
-def test_a_turn_repeats_short_runs() -> None:
+def test_a_pair_repeats_short_runs() -> None:
     assert runner.repeats_for(10.0) == 1
     assert runner.repeats_for(0.2) == 3
     assert runner.repeats_for(1e-4) == runner.LARGEST_REPEATS
@@ -257,8 +259,18 @@ def test_pairs_are_interleaved_and_swapped(fake: Any) -> None:
     assert result.coverage is not None
     assert result.coverage.cpu_time_percent == 40.0
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert {total for _, total in seen} == {10}
+    assert {total for _, total in seen} == {7}
     assert BenchResult.model_validate_json(result.model_dump_json()) == result
+
+
+def test_short_runs_are_repeated_in_turns(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "TURN_S", 2.0)  # a baseline run takes 1.2 s
+    result = fake.run(pairs=2, warmup_runs=1)
+    a, b = "baseline", "grafted"
+    assert fake.log() == [a, b, a, b, b, a, b, a, a, b]
+    assert result.setting.repeats == 2
+    assert len(result.baseline.runs) == 2
+    assert len(result.baseline.runs[0].decode_ms) == 2
 
 
 def test_without_a_graft_only_the_baseline_runs(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +398,15 @@ def test_forced_logits_are_those_of_the_given_tokens(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
 
 
+def test_peak_memory_is_the_process_own() -> None:
+    ballast = bytearray(300 << 20)
+    ballast[:: 1 << 12] = b"x" * len(ballast[:: 1 << 12])
+    code = "from kernelgraft import machine; print(machine.peak_memory_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 5 << 20 < int(done.stdout) < 250 << 20
+    assert machine.peak_memory_bytes() > len(ballast)
+
+
 # --- the proof ---
 
 
@@ -469,3 +490,93 @@ def test_shares_take_the_readings_of_the_clock_off() -> None:
 def test_shares_of_nothing() -> None:
     with pytest.raises(KernelgraftError, match="no CPU time"):
         shares([], 0.0)
+
+
+# --- the real thing, with the bundled model and a graft whose Solutions were seated without measuring ---
+
+
+@pytest.fixture(scope="module")
+def graft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graft")
+    inventory = Inventory(folder)
+    research, computes = pipeline.research(models.load("tiny"), inventory)
+    found = pipeline.candidates(computes, suppliers.select(["torch"]), machine.read())
+    patches, solutions = [], {}
+    for compute in computes:
+        seats = []
+        for bound in compute.bound:
+            definition, regime = bound.definition.name, bound.call.regime
+            best = next(iter(found.solutions[definition]), None)
+            if best and (definition, regime) not in [(s.definition, s.regime) for s in seats]:
+                solutions[best.name] = best
+                work = families.get(compute.family).work(bound.inputs)
+                seats.append(Seat(definition=definition, regime=regime, work=work, solution=best.name, seated=True))
+        if seats:
+            names = tuple(d.name for d in compute.definitions)
+            patches.append(
+                Patch(
+                    family=compute.family,
+                    sites=tuple(compute.sites),
+                    semantics=compute.semantics,
+                    definitions=names,
+                    status="accepted",
+                    seats=tuple(seats),
+                )
+            )
+    graft = Graft(
+        model=research.model,
+        machine=machine.read(),
+        policy="verified",
+        patches=tuple(patches),
+        definitions={d.name: d for c in computes for d in c.definitions},
+        solutions=solutions,
+        evaluations=(),
+    )
+    inventory.save_record("graft", graft)
+    return folder
+
+
+def test_the_bundled_model_before_and_after(graft_folder: Path) -> None:
+    result = bench("tiny", graft_folder, pairs=2, new_tokens=8, threads=1)
+    graft = Inventory(graft_folder).load_record("graft", Graft)
+    assert result.baseline_proof.clean
+    assert result.outputs is not None
+    assert result.outputs.tokens_equal
+    assert result.outputs.logits_rel_rmse is not None
+    assert result.outputs.logits_rel_rmse < 1e-5
+    assert {c.family for c in result.calls} == {p.family for p in graft.accepted}
+    assert len(result.calls) >= 3
+    assert all(any(c.calls.values()) for c in result.calls)
+    assert result.coverage is not None
+    assert 5 < result.coverage.cpu_time_percent < 95
+    assert set(result.coverage.sites_percent) == {s.key for p in graft.accepted for s in p.sites}
+    assert result.grafted is not None
+    assert result.grafted.peak_memory_bytes > 50 << 20
+
+
+def test_ranges_leave_the_model_as_it_was(graft_folder: Path) -> None:
+    model = models.load("tiny").model
+    before = {(path, name): value for path, m in model.named_modules() for name, value in vars(m).items()}
+    graft = Inventory(graft_folder).load_record("graft", Graft)
+    recorder = Recorder()
+    ids = torch.tensor([[5, 6, 7]])
+
+    def fail_inside() -> None:
+        with ranged(model, graft, recorder), torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
+            raise ZeroDivisionError
+
+    with torch.no_grad():
+        expected = model(ids).logits
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    after = {(path, name): value for path, m in model.named_modules() for name, value in vars(m).items()}
+    assert recorder.ranges
+    assert before.keys() == after.keys()
+    assert all(before[key] is after[key] for key in before)
+
+
+def test_a_graft_of_another_model_is_refused(graft_folder: Path) -> None:
+    with pytest.raises(GraftError) as caught:
+        bench("config:llama", graft_folder, pairs=1, new_tokens=2, threads=1)
+    assert "\n" not in str(caught.value)

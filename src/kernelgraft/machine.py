@@ -1,7 +1,7 @@
 """The only reader of the outside: hardware, versions, environment variables and the clock.
 
-It does not decide anything: decisions take a `MachineCard` as a plain value, so that they can be tested for machines that
-are not here.
+It does not decide anything: decisions take a `MachineCard` as a plain value, so that they can be tested for machines
+that are not here.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def cache_folder() -> Path:
 
 def peak_memory_bytes() -> int:
     """Largest resident set of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # rusage would also count the parent's memory at the time of the fork
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -28,7 +28,7 @@ class Setting(Record):
     """Threads that torch computes one operator with."""
     pairs: int
     repeats: int
-    """Calls of `generate` in one turn of a pair; more than one where a call is short."""
+    """Calls of `generate` by each model in one pair, in turns; more than one where a call is short."""
     warmup_runs: int
     """Per process, before the first pair."""
     seed: int
@@ -36,7 +36,7 @@ class Setting(Record):
 
 
 class Run(Record):
-    """One turn of a pair: `generate`, greedy, `Setting.repeats` times."""
+    """One model's part of a pair: `generate`, greedy, `Setting.repeats` times."""
 
     ttft_ms: float = Field(gt=0)
     """From the call of `generate` to the first new token: the prefill and what generate does before it; the mean."""

@@ -40,7 +40,7 @@ from kernelgraft.store import Inventory
 PROMPT = "The capital of France is"
 WARMUP_RUNS = 2
 TURN_S = 0.5
-"""A turn repeats a short run until it has taken about this long, so that noise averages out."""
+"""A pair repeats short runs, still in turns, until each model has run about this long, so that noise averages out."""
 LARGEST_REPEATS = 20
 COVERAGE_TOKENS = 16
 """The shares settle after a few steps."""
@@ -152,7 +152,7 @@ def bench(
 ) -> BenchResult:
     """Generate greedily with the original model and with the graft of a folder, in fresh processes, in turns.
 
-    The order within a pair is swapped from pair to pair. Without a graft, or with one that accepted nothing, only the
+    The order is swapped from turn to turn. Without a graft, or with one that accepted nothing, only the
     baseline runs. Raises UsageError for a wrong argument, UnreachedError if no call went through an accepted patch, and
     KernelgraftError if a process fails or the baseline's is not clean.
     """
@@ -172,7 +172,7 @@ def bench(
         "seed": seed,
         "trust_remote_code": trust_remote_code,
     }
-    total = (1 + accepted) * (1 + warmup_runs + pairs)
+    total = (1 + accepted) * (1 + warmup_runs) + pairs
     done = itertools.count()
 
     def step(text: str) -> None:
@@ -182,8 +182,9 @@ def bench(
         workers: dict[str, Worker] = {}
         loaded: dict[str, dict[str, Any]] = {}
         for name in ("baseline", "grafted") if accepted else ("baseline",):
-            step(f"loading the {name} model")
             workers[name] = _started(stack, name)
+        for name in workers:
+            step(f"loading the {name} model")
             own = str(folder) if name == "grafted" else None
             loaded[name] = workers[name].ask("start", graft=own, **order)
         warm: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
@@ -194,9 +195,13 @@ def bench(
         repeats = repeats_for(warm["baseline"][-1]["stamps_s"][-1])
         runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in workers}
         for pair in range(pairs):
-            for name in turns(list(workers), pair):
-                step(f"pair {pair + 1} of {pairs}: {name}")
-                runs[name].append([workers[name].ask("generate") for _ in range(repeats)])
+            step(f"pair {pair + 1} of {pairs}")
+            said: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+            for repeat in range(repeats):
+                for name in turns(list(workers), pair + repeat):
+                    said[name].append(workers[name].ask("generate"))
+            for name in workers:
+                runs[name].append(said[name])
         proof = Proof.model_validate(workers["baseline"].ask("proof"))
         if not proof.clean:
             raise KernelgraftError(f"the baseline process does not run the model's own code: {proof!r}")
@@ -242,18 +247,18 @@ def bench(
     )
 
 
-def turns(names: Sequence[str], pair: int) -> list[str]:
-    """Who runs first in a pair: A B, then B A, and so on, so that a drift of the machine favours neither."""
-    return list(names) if pair % 2 == 0 else list(reversed(names))
+def turns(names: Sequence[str], turn: int) -> list[str]:
+    """Who runs first: A B, then B A, and so on, so that a drift of the machine favours neither."""
+    return list(names) if turn % 2 == 0 else list(reversed(names))
 
 
 def repeats_for(run_s: float) -> int:
-    """How many runs of that length make up one turn."""
+    """How many runs of that length each model makes in one pair."""
     return min(max(math.ceil(TURN_S / run_s), 1), LARGEST_REPEATS)
 
 
 def run_of(answers: Sequence[dict[str, Any]], batch: int) -> Run:
-    """One turn from the seconds at which the tokens of each of its runs came."""
+    """One model's part of a pair, from the seconds at which the tokens of each of its runs came."""
     stamps: list[list[float]] = [a["stamps_s"] for a in answers]
     tokens = batch * sum(map(len, stamps))
     decode_s = sum(s[-1] - s[0] for s in stamps)
@@ -369,7 +374,7 @@ def _unreached(labels: Sequence[str], calls: Sequence[PatchCalls]) -> str:
 
 
 def _outputs(workers: dict[str, Worker], runs: dict[str, list[list[dict[str, Any]]]]) -> Outputs:
-    tokens = {name: np.asarray(turns[-1][-1]["tokens"]) for name, turns in runs.items()}
+    tokens = {name: np.asarray(pairs[-1][-1]["tokens"]) for name, pairs in runs.items()}
     with tempfile.TemporaryDirectory(prefix="kernelgraft-bench-") as folder:
         logits = {}
         for name, worker in workers.items():
