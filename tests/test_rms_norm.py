@@ -216,7 +216,14 @@ def test_a_vector_that_is_not_read_is_no_weight() -> None:
         def forward(self, h: torch.Tensor) -> torch.Tensor:
             return self.scaled(h).to(h.dtype)
 
+    class UnreadBuffer(Unread):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.gain
+            self.register_buffer("dummy", torch.ones(3 * SIZE))
+
     assert not recognised(Unread()).semantics["with_weight"]
+    assert not recognised(UnreadBuffer()).semantics["with_weight"]
 
 
 def test_float32_weights_in_a_bfloat16_model() -> None:

@@ -39,18 +39,33 @@ class Parts:
     """Names of the torch functions that its forward calls."""
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """Why a module that scales its rows is no norm that can be served."""
+
+    centres: bool
+    reason: str
+
+
 def vectors(module: nn.Module, size: int) -> list[str] | None:
-    """Names of the floating vectors of that size that the module owns; None if there is any other parameter in it."""
-    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    """Names of the floating vectors of that size that the module owns; None if there is any other parameter in it.
+
+    Other buffers are passed over: some classes keep one that nothing reads.
+    """
     if any(True for child in module.children() for _ in child.parameters()):
         return None
-    if any(t.ndim != 1 or t.shape[0] != size or not t.is_floating_point() for t in own.values()):
+
+    def fits(tensor: torch.Tensor) -> bool:
+        return tensor.shape == (size,) and tensor.is_floating_point()
+
+    parameters = dict(module.named_parameters(recurse=False))
+    if not all(fits(p) for p in parameters.values()):
         return None
-    return list(own)
+    return [*parameters, *(name for name, b in module.named_buffers(recurse=False) if fits(b))]
 
 
-def find_parts(module: nn.Module, x: torch.Tensor) -> Parts | str | None:
-    """The parts of a norm module that takes tensors like `x`; why it is no norm we know; None if it is no norm at all.
+def find_parts(module: nn.Module, x: torch.Tensor) -> Parts | Misfit | None:
+    """The parts of a norm module that takes tensors like `x`; why it cannot be served; None if it is no norm at all.
 
     May raise whatever the module raises on fresh values.
     """
@@ -78,12 +93,12 @@ def find_parts(module: nn.Module, x: torch.Tensor) -> Parts | str | None:
     if not _close(offsets, zero):
         bias = next((n for n in names if _close(offsets, getattr(copy, n))), None)
         if bias is None:
-            return "scales its rows and adds something that is not one of its vectors"
+            return Misfit(centres, "scales its rows and adds something that is not one of its vectors")
     weights = [n for n in read if n != bias]
     if len(weights) > 1:
-        return "has two vectors that scale its rows; one is served"
+        return Misfit(centres, "has two vectors that scale its rows; one is served")
     if eps is None:
-        return "scales its rows, but not by 1 / sqrt(mean square + eps) for any eps"
+        return Misfit(centres, "scales its rows, but not by 1 / sqrt(mean square + eps) for any eps")
     value, attribute = name_eps(module, eps, rows)
     argument = list(inspect.signature(type(module).forward).parameters)[1]
     weight = weights[0] if weights else None
@@ -139,11 +154,12 @@ def name_eps(module: nn.Module, solved: float, rows: torch.Tensor) -> tuple[floa
 
 
 def fresh_copy(module: nn.Module, dtype: torch.dtype, *, seed: int) -> nn.Module:
-    """`probe.clone`, with vectors that are kept as buffers drawn anew too."""
+    """`probe.clone`, with floating buffers drawn anew too: a weight may be kept as one."""
     copy = clone(module, dtype=dtype, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for name, buffer in list(copy.named_buffers(recurse=False)):
-        setattr(copy, name, fresh_parameter(buffer.shape, generator).to(buffer.dtype))
+        if buffer.is_floating_point():
+            setattr(copy, name, fresh_parameter(buffer.shape, generator).to(buffer.dtype))
     return copy
 
 

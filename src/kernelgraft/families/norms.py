@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from kernelgraft.families.base import Call, Distribution, Family, Recognition, Rejection
-from kernelgraft.families.norm_parts import Parts, find_parts, fresh_copy, probe_rows, probe_shape, vectors
-from kernelgraft.families.probe import PROBE_DTYPES, TOLERANCE_ULP, Match, draw, same, worst
+from kernelgraft.families.norm_parts import Misfit, Parts, find_parts, fresh_copy, probe_rows, probe_shape, vectors
+from kernelgraft.families.probe import DIFFERENT, PROBE_DTYPES, TOLERANCE_ULP, Match, draw, same, worst
 from kernelgraft.families.reference import define, dtype_name, reference_function, torch_dtype
 from kernelgraft.records import Definition, Site
 
@@ -60,10 +60,10 @@ class NormFamily(Family):
             parts = find_parts(module, x)
         except Exception:  # cannot be copied, or fails on fresh values of the captured shape: a norm does neither
             return None
-        if isinstance(parts, str):
-            return self._reject(parts)
         if parts is None or parts.centres != self.centres:
             return None
+        if isinstance(parts, Misfit):
+            return self._reject(parts.reason)
         return self._choose(module, x, parts)
 
     def recognise(self, site: Site, calls: Sequence[Call]) -> Recognition | Rejection | None:
@@ -116,7 +116,7 @@ class NormFamily(Family):
         """
         attributes = [a for a in (parts.weight, parts.bias) if a is not None]
         live = getattr(module, attributes[0]).dtype if attributes else x.dtype
-        required = dict.fromkeys([(x.dtype, live), *((d, d) for d in PROBE_DTYPES)])
+        required = dict.fromkeys([*((d, d) for d in PROBE_DTYPES), (x.dtype, live)])
         mixed = [(a, b) for a in PROBE_DTYPES for b in PROBE_DTYPES if attributes and (a, b) not in required]
         probes = [p for pair in required if (p := _probe(module, x, pair, attributes)) is not None]
         extras = [p for pair in mixed if (p := _probe(module, x, pair, attributes)) is not None]
@@ -125,7 +125,8 @@ class NormFamily(Family):
             seat = {key: getattr(parts, key) for key in SEAT_KEYS}
             semantics = {"eps": parts.eps, **variant, "with_weight": parts.weight is not None, **seat}
             run = _function(self.source(semantics))
-            found.append((_judge(run, probes), _judge(run, extras), semantics))
+            match = _judge(run, probes)
+            found.append((match, _judge(run, extras) if match.acceptable else DIFFERENT, semantics))
         if not probes or not found:
             return self._reject("a copy with random vectors cannot be run" if found else "has a bias")
         found.sort(key=lambda f: f[:2])  # stable: of equals, the one listed first stays first
@@ -301,7 +302,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _judge(run: Callable[..., Any], probes: Sequence[_Probe]) -> Match:
-    return worst(same(_attempt(run, probe), probe.output) for probe in probes)
+    """The worst match over the probes, up to the first that is not acceptable."""
+    matches: list[Match] = []
+    for probe in probes:
+        matches.append(same(_attempt(run, probe), probe.output))
+        if not matches[-1].acceptable:
+            break
+    return worst(matches)
 
 
 def _only_tensor(call: Call) -> torch.Tensor | None:
