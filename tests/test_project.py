@@ -26,6 +26,8 @@ ORDER = [
     "identity",
     "store",
     "models",
+    "cutile",
+    "kernels",
     "sites",
     "families",
     "suppliers",
