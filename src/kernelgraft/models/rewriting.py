@@ -71,6 +71,7 @@ class Size:
 
     @property
     def width(self) -> int:
+        """Hidden size of the text model."""
         return self.heads * self.head_dim
 
 
