@@ -11,7 +11,7 @@ from torch import nn
 
 from kernelgraft.errors import GraftError
 from kernelgraft.models import Loaded, prompt_ids
-from kernelgraft.patch import apply
+from kernelgraft.patch import apply, patch_label
 from kernelgraft.pipeline.research import PROMPT
 from kernelgraft.records import EndToEnd, Graft, Patch
 
@@ -84,7 +84,7 @@ def _wide_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor | None:
 def compare(graft: Graft, loaded: Loaded, base: Baseline) -> tuple[EndToEnd, list[str]]:
     """Run the model with the graft on it and revert.
 
-    Returns the comparison and the families of the patches that no call reached (or whose every call fell back).
+    Returns the comparison and the labels of the patches that no call reached (or whose every call fell back).
     """
     model = loaded.model
     with apply(graft, model) as applied:
@@ -125,24 +125,21 @@ def filter_patches(graft: Graft, loaded: Loaded) -> Graft:
             result, unreached = compare(graft, loaded, base)
         except GraftError as error:
             return _reject_all(graft, f"could not be applied: {error}")
-        bad = {p: "no call reached it" for p in graft.accepted if _key(p) in unreached}
+        bad = dict.fromkeys(unreached, "no call reached it")
         if not bad and not passes(result, dtype):
             bad = _guilty(graft, loaded, base, dtype)
         if not bad:
             return graft.model_copy(update={"end_to_end": result})
-        graft = graft.model_copy(update={"patches": tuple(_reject(p, bad.get(p)) for p in graft.patches)})
+        rejected = tuple(_reject(p, bad.get(patch_label(p))) if p.status == "accepted" else p for p in graft.patches)
+        graft = graft.model_copy(update={"patches": rejected})
     return graft
 
 
-def _key(patch: Patch) -> str:
-    return f"{patch.family} ({', '.join(s.key for s in patch.sites)})"
-
-
-def _guilty(graft: Graft, loaded: Loaded, base: Baseline, dtype: torch.dtype) -> dict[Patch, str]:
-    """The patches that fail alone, or else the one with the largest error: together they must be too much."""
-    errors: dict[Patch, EndToEnd] = {}
+def _guilty(graft: Graft, loaded: Loaded, base: Baseline, dtype: torch.dtype) -> dict[str, str]:
+    """The patches (by label) that fail alone, or else the one with the largest error: together they are too much."""
+    errors: dict[str, EndToEnd] = {}
     for patch in graft.accepted:
-        errors[patch], _ = compare(graft.model_copy(update={"patches": (patch,)}), loaded, base)
+        errors[patch_label(patch)], _ = compare(graft.model_copy(update={"patches": (patch,)}), loaded, base)
     alone = [p for p, e in errors.items() if not passes(e, dtype)]
     guilty = alone or [max(errors, key=lambda p: errors[p].logits_rel_rmse)]
     return {p: f"end to end: logits move by {errors[p].logits_rel_rmse:.1e} relative RMSE" for p in guilty}
