@@ -9,6 +9,7 @@ KernelgraftError
 │   ├── ConflictError     two patches claim one site
 │   └── UnreachedError    a patch was applied but no call went through it
 ├── RebindError           a method cannot be rebuilt around a replaced global or statement
+├── KernelFault           a kernel under the interpreter used memory that it must not, or failed its own assertion
 └── NothingToPatch        the model has no site that a kernel could take (exit code 3)
 
 Each message is one line: it names the object in backticks and says the next step.
@@ -57,6 +58,10 @@ class UnreachedError(GraftError):
 
 class RebindError(KernelgraftError):
     """A method cannot be rebuilt around a replaced global or statement."""
+
+
+class KernelFault(KernelgraftError):
+    """A kernel under the interpreter used memory that it must not, or failed its own assertion."""
 
 
 class NothingToPatch(KernelgraftError):
