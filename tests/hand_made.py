@@ -76,7 +76,7 @@ def reference_solution(definition: Definition, guard: Guard | None = None) -> So
 
 
 def make_graft(
-    loaded: Any, *, only: set[str] | None = None, without: set[str] = frozenset(), guard: Guard | None = None
+    loaded: Any, *, only: set[str] | None = None, without: frozenset[str] = frozenset(), guard: Guard | None = None
 ) -> Graft:
     """Seat the reference at every recognised site of the families `only` (None: all), except those of `without`."""
     model = loaded.model

@@ -232,6 +232,7 @@ def test_a_call_that_needs_a_gradient_falls_back_unless_the_guard_says_autograd(
     with torch.no_grad():
         assert refusing(x, parameter) is not None
     assert refusing(x, w) is not None
+    assert refusing(x.clone().requires_grad_(), w) is None
     assert refusing(x, parameter) is None
 
 

@@ -209,7 +209,7 @@ def _lives(graft: Graft, found: Sequence[Claim]) -> list[Live]:
 
 
 def _unmark(model: nn.Module, applied: Applied) -> None:
-    left = tuple(a for a in model.__dict__.get(APPLIED, ()) if a is not applied)
+    left = tuple(a for a in model.__dict__.get(APPLIED, ()) if a is not applied and a is not None)
     if left:
         model.__dict__[APPLIED] = left
     else:
