@@ -70,7 +70,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| type | " + " | ".join(FAMILIES) + " | tokens equal | status |", "| --- " * (len(FAMILIES) + 3) + "|"]
     for row in rows:
         marks = [
-            next((m for m, key in (("A", "applied"), ("v", "verified"), ("r", "recognised")) if f in row.get(key, ())), "")
+            next(
+                (m for m, key in (("A", "applied"), ("v", "verified"), ("r", "recognised")) if f in row.get(key, ())),
+                "",
+            )
             for f in FAMILIES
         ]
         equal = {True: "yes", False: "no"}.get(row.get("tokens_equal"), "")  # type: ignore[call-overload]

@@ -26,7 +26,7 @@ from kernelgraft.patch.claims import PATCHED
 from kernelgraft.records import Graft, Guard, Patch, Seat
 from kernelgraft.sites import current, innermost
 
-apply_module = sys.modules["kernelgraft.patch.apply"]
+apply_module = sys.modules["kernelgraft.patch.applying"]
 NAME = "qwen3"
 
 

@@ -12,7 +12,7 @@ from kernelgraft.suppliers import all_suppliers
 
 
 def load(folder: Path | str) -> Graft:
-    """The graft that `integrate` wrote to a folder. Raises UsageError if there is none, RecordError if it is corrupt."""
+    """The graft that `integrate` wrote to a folder. UsageError if there is none, RecordError if corrupt."""
     root = Path(folder)
     if not (root / "graft.json").is_file():
         raise UsageError(f"folder `{root}` holds no graft: run `kernelgraft run MODEL --out {root}`")

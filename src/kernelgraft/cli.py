@@ -32,7 +32,8 @@ Out = Annotated[Path | None, typer.Option(help="Folder for the records (default:
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - is stdout.")]
 Suppliers = Annotated[str | None, typer.Option(help="Comma-separated suppliers (default: all that run here).")]
 PolicyOption = Annotated[
-    str, typer.Option(help="fastest: the original stays where it is as fast; verified: seat the best verified Solution.")
+    str,
+    typer.Option(help="fastest: the original stays where it is as fast; verified: seat the best verified Solution."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Do the job again even if it is done.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the model's own).")]
@@ -157,9 +158,7 @@ def integrate(
             people.print(f"{done}; --force redoes it")
         else:
             computes = pipeline.recapture(loaded, record, inventory.definitions())
-            graft = pipeline.make_graft(
-                loaded, computes, planned, inventory, policy=_policy(policy), progress=progress
-            )
+            graft = pipeline.make_graft(loaded, computes, planned, inventory, policy=_policy(policy), progress=progress)
     assert graft is not None
     if not _wrote_json(graft.model_dump(mode="json"), json_file):
         Console().print(graft_table(graft))
@@ -227,9 +226,7 @@ def run(
     store = Inventory(_folder(out, model))
     with _progress() as progress:
         loaded = _load(model, dtype, device, trust_remote_code)
-        done = pipeline.run_integration(
-            loaded, store, suppliers=chosen, policy=how, force=force, progress=progress
-        )
+        done = pipeline.run_integration(loaded, store, suppliers=chosen, policy=how, force=force, progress=progress)
     console = people if json_file == Path("-") else Console()
     if done.already:
         people.print(f"{done.already}; --force redoes it")

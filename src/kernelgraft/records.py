@@ -66,7 +66,7 @@ class Site(Record):
     method: str = "forward"
     """The method of that class that is (or holds) the site."""
     symbol: str | None = None
-    """`function`/`attention`: the global's name in the method. `statement`: the attribute path of the norm called there."""
+    """`function`/`attention`: the global's name in the method. `statement`: attribute path of the norm called there."""
     detail: dict[str, Any] = Field(default_factory=dict)
     """What the kind needs to find its place again (statement: order, line offsets); JSON values only."""
     source: SourceRef
@@ -142,7 +142,7 @@ class DefinitionMeta(Record):
 
 
 class Definition(Record):
-    """What must be computed at a site: axes, inputs, outputs and an executable PyTorch `reference` with a global `run`."""
+    """What must be computed at a site: axes, inputs, outputs, and a PyTorch `reference` with a global `run`."""
 
     name: str
     op_type: str
@@ -330,7 +330,7 @@ class Performance(Record):
 
 
 class Evaluation(Record):
-    """Verdict of one Solution on one Definition (all cases of the judge), and its times where it passed and was measured."""
+    """Verdict of one Solution on one Definition (all cases of the judge), and its times if it passed."""
 
     solution: str
     definition: str

@@ -121,6 +121,17 @@ class Attention(Family):
     kinds: ClassVar[frozenset[str]] = frozenset({"attention"})
     nan_may_vanish: ClassVar[bool] = True
 
+    def original(self, call: Call) -> Callable[..., Any]:
+        """See `Family.original`: the attention function itself, with the recorded call's keywords."""
+        sinks = SINKS in call.kwargs and call.kwargs[SINKS] is not None
+
+        def kernel(*inputs: Any) -> Any:
+            query, key, value, *rest = inputs
+            keywords = {**call.kwargs, SINKS: rest.pop()} if sinks else call.kwargs
+            return call.original(call.module, query, key, value, rest.pop() if rest else None, **keywords)[0]
+
+        return kernel
+
     def recognise(self, site: Site, calls: Sequence[Call]) -> Recognition | Rejection | None:
         """See `Family.recognise`."""
         found = [bind(call) for call in calls]

@@ -1,8 +1,9 @@
 """What a compute family is: the contract between research, the judge and the patcher.
 
-A family knows one kind of compute and nothing else. It recognises a site from its captured calls, writes the Definition,
-makes fresh inputs for the judge, and says how a kernel is *seated* in the site. The seat is the single source of truth for
-how a site's call maps to a Definition's inputs: capture, verification, patching and emitted files all use the same factory.
+A family knows one kind of compute and nothing else. It recognises a site from its captured calls, writes the
+Definition, makes fresh inputs for the judge, and says how a kernel is *seated* in the site. The seat is the single
+source of truth for how a site's call maps to a Definition's inputs: capture, verification, patching and emitted files
+all use the same factory.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ rows; a ramp along the last axis; {0,1}; one ±inf; one NaN."""
 class Seat:
     """How a kernel sits in a site: `factory(original, select, **constants)` gives the replacement.
 
-    The factory is a self-contained module-level function (it may use torch and builtins only), because its source is also
-    written into emitted files. What it returns has the calling convention of the original:
+    The factory is a self-contained module-level function (it may use torch and builtins only), because its source is
+    also written into emitted files. What it returns has the calling convention of the original:
     `module`: `f(self, *args, **kwargs)`; `function`: the function's own; `attention`: `f(module, query, key, value,
     attention_mask, **kwargs)`; `statement`: `f(self, residual, hidden_states) -> (new_residual, normed)`.
     """
@@ -71,14 +72,18 @@ class Family(ABC):
     """Site kinds it can be found at."""
     without_gradient: ClassVar[frozenset[str]] = frozenset({"cos", "sin", "attention_mask"})
     """Definition inputs that no model differentiates (they come from positions and masks): the judge asks for none."""
+    nan_may_vanish: ClassVar[bool] = False
+    """True if torch's own implementations give numbers where the written-out reference gives NaN (a fused softmax over
+    infinite scores): the judge then takes either."""
 
     @abstractmethod
     def recognise(self, site: Site, calls: Sequence[Call]) -> Recognition | Rejection | None:
         """Say what the site computes.
 
-        None: plainly not this family (no message). Rejection: it looks like this family but no variant fits, or two fit and
-        no probe tells them apart. Recognition: its reference, run through its own seat, reproduced the captured outputs and
-        a probe with freshly randomised parameters and inputs (on a deep copy: the live module is never changed).
+        None: plainly not this family (no message). Rejection: it looks like this family but no variant fits, or two fit
+        and no probe tells them apart. Recognition: its reference, run through its own seat, reproduced the captured
+        outputs and a probe with freshly randomised parameters and inputs (on a deep copy: the live module is never
+        changed).
         """
 
     @abstractmethod
@@ -94,8 +99,16 @@ class Family(ABC):
         Structured inputs (rotary tables, masks) keep their structure whatever the distribution.
         """
 
+    def original(self, call: Call) -> Kernel | None:
+        """The recorded call's own function, taking a Definition's inputs instead; None where that cannot be done.
+
+        The judge then measures errors against it instead of the reference. Needed where the two treat NaN or infinity
+        differently, because the reference spells out what the original leaves to a library.
+        """
+        return None
+
     def axis_points(self, definition: Definition, traced: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-        """Sizes of the var axes to judge on: edges around and beyond the traced ones, at least 8, respecting constraints."""
+        """Sizes of the var axes to judge on: edges around and beyond the traced ones, within the constraints."""
         from kernelgraft.families.points import axis_points
 
         return axis_points(definition, traced)

@@ -14,7 +14,9 @@ LARGEST_ELEMENTS = 1 << 21
 
 def holds(constraints: Sequence[str], axes: dict[str, int]) -> bool:
     """True if every constraint (a Python expression over axis names) is true for these sizes."""
-    return all(bool(eval(compile(ast.parse(c, mode="eval"), "<constraint>", "eval"), {}, dict(axes))) for c in constraints)
+    return all(
+        bool(eval(compile(ast.parse(c, mode="eval"), "<constraint>", "eval"), {}, dict(axes))) for c in constraints
+    )
 
 
 def axis_points(definition: Definition, traced: Sequence[dict[str, int]]) -> list[dict[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernelgraft.patch.apply import Applied, apply, find_applied, patch_label
+from kernelgraft.patch.applying import Applied, apply, find_applied, patch_label
 from kernelgraft.patch.dispatch import Dispatcher
 
 __all__ = ["Applied", "Dispatcher", "apply", "find_applied", "patch_label"]

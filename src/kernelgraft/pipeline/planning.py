@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -35,7 +36,9 @@ def candidates(computes: Iterable[Compute], suppliers: Sequence[Supplier], machi
             solutions[definition.name] = found
             lines += said
         matches = {line.match for line in lines if line.match}
-        verdict = "exact" if "exact" in matches else "adapter" if matches else "new kernel"
+        verdict: Literal["exact", "adapter", "new kernel"] = "new kernel"
+        if matches:
+            verdict = "exact" if "exact" in matches else "adapter"
         rows.append(
             PlanRow(
                 family=compute.family,

@@ -60,7 +60,7 @@ def standard_runs(loaded: Loaded) -> list[Run]:
 
 
 def bind(site: Site, call: Call, recognition: Recognition) -> Bound | None:
-    """Run the site's seat on a recorded call to see the Definition's inputs; None if the seat left it to the original."""
+    """Run the site's seat on a recorded call to see the Definition's inputs; None: the seat left it to the original."""
     by_inputs = {len(d.inputs): d for d in recognition.definitions}
     seen: list[Bound] = []
 
@@ -101,7 +101,7 @@ def foreign_patch(model: nn.Module, site: Site) -> str | None:
 
 
 def recognise(site: Site, calls: Sequence[Call]) -> tuple[Recognition | None, str | None]:
-    """Ask each family that knows this kind of site; the first that recognises it has it. Else a reason, if one gave any."""
+    """Ask each family that knows this kind of site; the first that recognises it has it. Else the reasons given."""
     if not calls:
         return None, "not called while generating"
     written = sorted({name for call in calls for name in call.mutated})
@@ -120,9 +120,7 @@ def recognise(site: Site, calls: Sequence[Call]) -> tuple[Recognition | None, st
     return None, "; ".join(reasons) or "no family"
 
 
-def research(
-    loaded: Loaded, inventory: Inventory, *, progress: Progress = silent
-) -> tuple[Research, list[Compute]]:
+def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silent) -> tuple[Research, list[Compute]]:
     """Discover, capture, recognise; write Definitions, Workloads and `research.json`.
 
     The live model is left exactly as it was. Returns the record and the computes with their captured calls.
@@ -139,11 +137,13 @@ def research(
         progress("research", done, len(sites), site.key)
         calls = captured.calls.get(site.key, [])
         recognition: Recognition | None
+        reason: str | None
         if package := foreign_patch(model, site):
             recognition, reason = None, f"already patched by `{package}`"
         else:
             recognition, reason = recognise(site, calls)
-        row = ResearchRow(site=site, calls=dict(captured.counts.get(site.key, {})), reason=reason)
+        counts: dict[str, int] = {regime: n for regime, n in captured.counts.get(site.key, {}).items()}
+        row = ResearchRow(site=site, calls=counts, reason=reason)
         if recognition is not None:
             names = tuple(d.name for d in recognition.definitions)
             row = row.model_copy(
@@ -159,9 +159,7 @@ def research(
                     stored.append(bound)
         rows.append(row)
     progress("research", len(sites), len(sites), f"{len(computes)} computes recognised")
-    record = Research(
-        model=model_card(model, loaded.ref.spec), machine=machine.read(), prompt=PROMPT, rows=tuple(rows)
-    )
+    record = Research(model=model_card(model, loaded.ref.spec), machine=machine.read(), prompt=PROMPT, rows=tuple(rows))
     for compute in computes.values():
         for definition in compute.definitions:
             inventory.save_definition(definition)
@@ -169,6 +167,15 @@ def research(
         _store(inventory, bound)
     inventory.save_record("research", record)
     return record, list(computes.values())
+
+
+def axes_of(definition: Definition, inputs: Sequence[Any]) -> dict[str, int]:
+    """Sizes of the var axes of a Definition, read off its inputs."""
+    sizes: dict[str, int] = {}
+    for spec, value in zip(definition.inputs.values(), inputs, strict=True):
+        if spec.shape is not None:
+            sizes.update(zip(spec.shape, value.shape, strict=True))
+    return {name: sizes[name] for name, axis in definition.axes.items() if axis.value is None}
 
 
 def computes_of(record: Research, definitions: dict[str, Definition]) -> list[Compute]:

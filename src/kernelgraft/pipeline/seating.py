@@ -11,17 +11,29 @@ import torch
 from kernelgraft import families
 from kernelgraft.evaluate import decide, interleave
 from kernelgraft.patch import Dispatcher, apply
-from kernelgraft.pipeline.research import Bound, Compute, replay
+from kernelgraft.pipeline.research import Bound, Compute, axes_of, replay
 from kernelgraft.records import Definition, Evaluation, Graft, Patch, Performance, Regime, Seat, Solution
 
 Policy = Literal["fastest", "verified"]
 ORIGINAL, REPEAT = "original", "original again"
+REGIMES: tuple[Regime, ...] = ("prefill", "decode")
 
 
 def representative(compute: Compute, definition: Definition, regime: Regime) -> Bound | None:
     """The captured call that stands for a regime: unpadded and from a dynamic cache where there is one."""
     calls = [b for b in compute.bound if b.definition.name == definition.name and b.call.regime == regime]
     return min(calls, key=lambda b: (b.call.padded, b.call.cache != "dynamic"), default=None)
+
+
+def measured(compute: Compute, definition: Definition) -> list[Bound]:
+    """The calls that are timed, one per regime: all that a Solution compiled per shape will ever serve."""
+    calls = (representative(compute, definition, regime) for regime in REGIMES)
+    return [bound for bound in calls if bound is not None]
+
+
+def original_kernel(bound: Bound) -> Callable[..., Any] | None:
+    """What the model itself computes from a Definition's inputs, where the family can call it so; else None."""
+    return families.get(bound.definition.meta.family).original(bound.call)
 
 
 def seat_regimes(
@@ -40,7 +52,7 @@ def seat_regimes(
     times: dict[str, dict[str, Performance]] = {}
     for definition in compute.definitions:
         own = [s for s in verified if s.definition == definition.name]
-        for regime in ("prefill", "decode"):
+        for regime in REGIMES:
             bound = representative(compute, definition, regime)
             if bound is None or not own:
                 continue
@@ -66,12 +78,12 @@ def _measure(
     budget_s: float,
 ) -> Seat:
     family = families.get(compute.family)
-    work = family.work(bound.inputs)
+    work, axes = family.work(bound.inputs), axes_of(definition, bound.inputs)
     contenders: dict[str, Callable[[], Any]] = {
         name: functools.partial(replay, bound.site, bound.call, bound.call.original) for name in (ORIGINAL, REPEAT)
     }
     for solution in solutions:
-        replacement = seated(compute, definition, regime, work, solution, bound.call.original)
+        replacement = seated(compute, definition, regime, work, axes, solution, bound.call.original)
         contenders[solution.name] = functools.partial(replay, bound.site, bound.call, replacement)
     with torch.no_grad():
         timings = interleave(contenders, rounds=rounds, budget_s=budget_s)
@@ -83,6 +95,7 @@ def _measure(
         definition=definition.name,
         regime=regime,
         work=work,
+        axes=axes,
         original_us=timings[ORIGINAL].median_us,
         solution_us=candidates[chosen or best],
         spread_us=choice.spread_us,
@@ -97,17 +110,27 @@ def seated(
     definition: Definition,
     regime: Regime,
     work: int,
+    axes: dict[str, int],
     solution: Solution,
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What the site would call if only this Solution were seated: through the real dispatcher, so its cost is counted."""
+    """What the site would call if only this Solution were seated: through the dispatcher, so its cost is counted."""
     patch = Patch(
         family=compute.family,
         sites=tuple(compute.sites),
         semantics=compute.semantics,
         definitions=(definition.name,),
         status="accepted",
-        seats=(Seat(definition=definition.name, regime=regime, work=work, solution=solution.name, seated=True),),
+        seats=(
+            Seat(
+                definition=definition.name,
+                regime=regime,
+                work=work,
+                axes=axes,
+                solution=solution.name,
+                seated=True,
+            ),
+        ),
     )
     family = families.get(compute.family)
     seat = family.seat(compute.semantics)
@@ -143,13 +166,13 @@ def against_parts(
     return tuple(kept)
 
 
-def _against(
-    compute: Compute, definition: Definition, seat: Seat, solutions: dict[str, tuple[Solution, ...]]
-) -> Seat:
+def _against(compute: Compute, definition: Definition, seat: Seat, solutions: dict[str, tuple[Solution, ...]]) -> Seat:
     bound = representative(compute, definition, seat.regime)
     assert bound is not None
     solution = next(s for s in solutions[definition.name] if s.name == seat.solution)
-    replacement = seated(compute, definition, seat.regime, seat.work, solution, bound.call.original)
+    replacement = seated(
+        compute, definition, seat.regime, seat.work, axes_of(definition, bound.inputs), solution, bound.call.original
+    )
     contenders: dict[str, Callable[[], Any]] = {
         name: functools.partial(replay, bound.site, bound.call, bound.call.original) for name in (ORIGINAL, REPEAT)
     }

@@ -1,4 +1,4 @@
-"""What a supplier is: where Solutions come from. Others add one through the entry-point group `kernelgraft.suppliers`."""
+"""What a supplier is: where Solutions come from. Others add one through the entry points `kernelgraft.suppliers`."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class Supplier(ABC):
 
     @abstractmethod
     def candidates(self, definition: Definition, machine: MachineCard) -> list[Solution] | Refusal:
-        """Solutions for one Definition, best guess first; the semantics must be served exactly or through an adapter that
-        is part of the Solution's source (`meta.match`). A variant that it would compute wrongly is refused here."""
+        """Solutions for one Definition, best guess first; the semantics must be served exactly or through an adapter
+        that is part of the Solution's source (`meta.match`). A variant that it would compute wrongly is refused."""

@@ -51,6 +51,9 @@ class InductorSupplier(Supplier):
         """See `Supplier.candidates`."""
         if (reason := self.unavailable(machine)) is not None:
             return Refusal(self.name, reason)
+        if sum(axis.type == "var" for axis in definition.axes.values()) > 2:
+            # Batch and length are settled for a request; a third size (keys seen so far) grows with every token.
+            return Refusal(self.name, "its sizes change with every token: it would compile at each")
         specs = (*definition.inputs.values(), *definition.outputs.values())
         if odd := sorted({s.dtype for s in specs if s.dtype.startswith("float") and s.dtype not in Guard().dtypes}):
             return Refusal(self.name, f"dtype {odd[0]} is not served")

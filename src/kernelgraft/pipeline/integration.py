@@ -18,9 +18,9 @@ from kernelgraft.identity import model_card
 from kernelgraft.models import Loaded, wrap
 from kernelgraft.pipeline import gate, planning, seating
 from kernelgraft.pipeline.progress import Progress, silent
-from kernelgraft.pipeline.research import Bound, Compute, research
+from kernelgraft.pipeline.research import Bound, Compute, axes_of, research
 from kernelgraft.pipeline.seating import Policy
-from kernelgraft.records import Definition, Evaluation, Graft, Patch, Plan, Research, Solution, Status
+from kernelgraft.records import Evaluation, Graft, Patch, Plan, Research, Seat, Solution, Status
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers import select as select_suppliers
 from kernelgraft.suppliers.base import Supplier
@@ -139,10 +139,12 @@ def _judge_and_seat(
         for index, compute in enumerate(computes):
             verified[index] = []
             for definition in compute.definitions:
-                captured = [as_captured(b) for b in compute.bound if b.definition.name == definition.name]
+                own = [b for b in compute.bound if b.definition.name == definition.name]
                 for solution in found.solutions.get(definition.name, ()):
                     progress("verify", done, total, solution.name)
-                    evaluation = judge.verify(solution, definition, captured)
+                    calls = seating.measured(compute, definition) if solution.meta.guard.static_shapes else own
+                    original = seating.original_kernel(own[0])
+                    evaluation = judge.verify(solution, definition, [as_captured(b) for b in calls], original=original)
                     evaluations.append(evaluation)
                     if evaluation.status is Status.PASSED:
                         verified[index].append(solution)
@@ -154,11 +156,14 @@ def _judge_and_seat(
         compute = computes[index]
         progress("measure", step, len(order), f"{compute.family} at {compute.sites[0].key}")
         seats, times = seating.seat_regimes(compute, verified[index], policy=policy)
-        if policy == "fastest":
+        evaluations = [seating.with_performance(e, times) for e in evaluations]
+        reason = None if any(s.seated for s in seats) else _why_not(compute, seats, evaluations)
+        if policy == "fastest" and reason is None:
             partial = _graft(card, policy, patches, computes, found, ())
             seats = seating.against_parts(loaded.model, compute, seats, found.solutions, partial)
-        evaluations = [seating.with_performance(e, times) for e in evaluations]
-        patches.append(_patch(compute, seats, evaluations))
+            if not any(s.seated for s in seats):
+                reason = "its parts are as fast with what was seated for them"
+        patches.append(_patch(compute, seats, reason))
     progress("measure", len(order), len(order), f"{sum(p.status == 'accepted' for p in patches)} computes seated")
     return _graft(card, policy, patches, computes, found, evaluations)
 
@@ -170,36 +175,25 @@ def as_captured(bound: Bound) -> Captured:
     return Captured(inputs=bound.inputs, regime=call.regime, label=label, axes=axes_of(bound.definition, bound.inputs))
 
 
-def axes_of(definition: Definition, inputs: Sequence[Any]) -> dict[str, int]:
-    """Sizes of the var axes of a Definition, read off its inputs."""
-    sizes: dict[str, int] = {}
-    for spec, value in zip(definition.inputs.values(), inputs, strict=True):
-        if spec.shape is not None:
-            sizes.update(zip(spec.shape, value.shape, strict=True))
-    return {name: sizes[name] for name, axis in definition.axes.items() if axis.value is None}
-
-
-def _patch(compute: Compute, seats: Sequence[Any], evaluations: Sequence[Evaluation]) -> Patch:
-    names = tuple(d.name for d in compute.definitions)
-    accepted = any(s.seated for s in seats)
+def _patch(compute: Compute, seats: Sequence[Seat], reason: str | None) -> Patch:
     return Patch(
         family=compute.family,
         sites=tuple(compute.sites),
         semantics=compute.semantics,
-        definitions=names,
-        status="accepted" if accepted else "rejected",
-        reason=None if accepted else _why_not(names, seats, evaluations),
+        definitions=tuple(d.name for d in compute.definitions),
+        status="accepted" if reason is None else "rejected",
+        reason=reason,
         seats=tuple(seats),
     )
 
 
-def _why_not(definitions: Sequence[str], seats: Sequence[Any], evaluations: Sequence[Evaluation]) -> str:
-    own = [e for e in evaluations if e.definition in definitions]
+def _why_not(compute: Compute, seats: Sequence[Seat], evaluations: Sequence[Evaluation]) -> str:
+    names = {d.name for d in compute.definitions}
+    own = [e for e in evaluations if e.definition in names]
     if not own:
         return "unsuitable: no supplier has a candidate"
-    wrong = [e for e in own if e.status is not Status.PASSED]
-    if len(wrong) == len(own):
-        return "unsuitable: " + "; ".join(f"{e.solution}: {e.reason}" for e in wrong)
+    if all(e.status is not Status.PASSED for e in own):
+        return "unsuitable: " + "; ".join(f"{e.solution}: {e.reason}" for e in own)
     figures = ", ".join(f"{s.regime} {s.original_us:.1f} µs against {s.solution_us:.1f} µs" for s in seats)
     return f"the original is as fast or faster: {figures}"
 

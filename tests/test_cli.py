@@ -1,0 +1,189 @@
+"""The command line: exit codes, one-line errors, JSON on stdout, the verbs one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernelgraft import cli, evaluate, models, pipeline
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the command line in this process: exit code, stdout, stderr."""
+    from rich.console import Console
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kernelgraft", *map(str, arguments)])
+        monkeypatch.setattr(cli, "people", Console(stderr=True, width=300))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def grafted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all records of a tiny random model."""
+    folder = tmp_path_factory.mktemp("grafted") / "out"
+    options = evaluate.JudgeOptions.quick()
+    loaded = models.load("config:llama")
+    pipeline.integrate(loaded, out=folder, suppliers=["torch"], policy="verified", options=options)
+    return folder
+
+
+def one_line(err: str) -> str:
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("kernelgraft: ")
+    assert "Traceback" not in err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("run", "tinny"), "tinny"),
+        (("run", "./no/such/folder"), "no/such/folder"),
+        (("run", "config:nonesuch"), "nonesuch"),
+        (("run", "tiny", "--dtype", "int4"), "int4"),
+        (("run", "tiny", "--device", "tpu"), "tpu"),
+        (("run", "tiny", "--policy", "best"), "best"),
+        (("run", "tiny", "--suppliers", "nonesuch"), "nonesuch"),
+        (("bench", "tiny", "--cache", "paged"), "paged"),
+        (("bench", "tiny", "--graft", "no-such-folder"), "no-such-folder"),
+        (("plan", "no-such-folder"), "no-such-folder"),
+        (("integrate", "no-such-folder"), "no-such-folder"),
+        (("export", "no-such-folder", "--dest", "x"), "no-such-folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    run: Run, arguments: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert f"`{named}`" in one_line(err) or named in one_line(err)
+    assert out == ""
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+def test_an_unwritable_folder_is_said(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file stands where the folder would be")
+    code, _, err = run("research", "config:llama", "--out", tmp_path / "file" / "out")
+    assert code == 2
+    assert "cannot write" in err
+
+
+def test_a_corrupt_graft_is_said(run: Run, grafted: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(grafted, copy)
+    (copy / "graft.json").write_text("{not json")
+    for arguments in (
+        ("export", copy, "--dest", tmp_path / "dest"),
+        ("bench", "config:llama", "--graft", copy),
+    ):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "graft.json" in one_line(err)
+    assert not (tmp_path / "dest").exists()
+
+
+def test_a_graft_of_another_model_is_refused(run: Run, grafted: Path) -> None:
+    code, _, err = run("bench", "tiny", "--graft", grafted, "--pairs", 1, "--new-tokens", 2)
+    assert code == 2
+    assert "kernelgraft: " in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_format_lists_the_known(run: Run, grafted: Path, tmp_path: Path) -> None:
+    code, _, err = run("export", grafted, "--format", "onnx", "--dest", tmp_path / "dest")
+    assert code == 2
+    assert "monkey-patch" in one_line(err)
+    assert "flashinfer-trace" in one_line(err)
+    assert not (tmp_path / "dest").exists()
+
+
+def test_the_verbs_run_one_after_the_other(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "steps"
+    code, text, _ = run("research", "config:llama", "--out", out, "--json", "-")
+    assert code == 0
+    record = json.loads(text)
+    assert record["model"]["name"] == "config:llama"
+    code, text, _ = run("plan", out, "--suppliers", "torch", "--json", "-")
+    assert code == 0
+    assert {row["verdict"] for row in json.loads(text)["rows"]} <= {"exact", "adapter", "new kernel"}
+    code, text, _ = run("integrate", out, "--policy", "verified", "--json", "-")
+    assert code == 0
+    graft = json.loads(text)
+    assert any(p["status"] == "accepted" for p in graft["patches"])
+    code, _, err = run("integrate", out)
+    assert code == 0
+    assert "--force redoes it" in err
+    code, text, _ = run("bench", "config:llama", "--graft", out, "--pairs", 2, "--new-tokens", 4, "--json", "-")
+    assert code == 0
+    assert json.loads(text)["grafted"]["tokens_per_s"]["mean"] > 0
+
+
+def test_inventory_and_doctor_answer_in_json(run: Run, grafted: Path) -> None:
+    code, text, _ = run("inventory", grafted, "--json")
+    assert code == 0
+    answer = json.loads(text)
+    assert {line["supplier"] for line in answer["catalogue"]} >= {"torch", "inductor"}
+    assert all({"language", "hardware", "guard", "unavailable"} <= line.keys() for line in answer["catalogue"])
+    assert answer["solutions"]
+    code, text, _ = run("doctor", "--json", "-")
+    assert code == 0
+    assert json.loads(text)["machine"]["cores"] >= 1
+
+
+def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
+    """A new flag is a promise: change this list on purpose."""
+    import typer.main
+
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    flags = {name: sorted(o for p in c.params for o in p.opts if o.startswith("--")) for name, c in commands.items()}
+    common = ["--device", "--dtype", "--json", "--out", "--trust-remote-code"]
+    assert flags == {
+        "doctor": ["--json"],
+        "research": common,
+        "inventory": ["--json"],
+        "plan": ["--json", "--suppliers"],
+        "integrate": ["--device", "--force", "--json", "--policy", "--trust-remote-code"],
+        "bench": ["--batch", "--cache", "--device", "--dtype", "--graft", "--json", "--new-tokens", "--pairs"],
+        "export": ["--dest", "--format", "--overwrite", "--package"],
+        "run": sorted([*common, "--force", "--new-tokens", "--pairs", "--policy", "--suppliers"]),
+    }
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "kernelgraft", "--help"], capture_output=True, text=True, check=True)
+    assert "integrate" in done.stdout
+
+
+def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "all"
+    code, text, err = run(
+        "run", "config:llama", "--out", out, "--json", "-", "--suppliers", "torch", "--policy", "verified",
+        "--pairs", 2, "--new-tokens", 4,
+    )  # fmt: skip
+    assert code == 0
+    answer = json.loads(text)
+    assert set(answer) == {"schema_version", "model", "machine", "patches", "bench", "files"}
+    assert answer["bench"]["tokens_equal"] is True
+    assert "Average throughput: " in err
+    for path in answer["files"].values():
+        assert Path(path).exists()
+    assert json.loads((out / "result.json").read_text())["patches"] == answer["patches"]
