@@ -302,12 +302,13 @@ def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _fresh(call: Call, copy: nn.Module) -> Iterator[torch.Tensor]:
-    """Random inputs of the captured shape, in the copy's dtype, small and large."""
+    """Random inputs of the captured rank, in the copy's dtype, small and large; few rows, as a copy may be wide."""
     x = next(v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.Tensor))
     dtype = next((p.dtype for p in copy.parameters() if p.is_floating_point()), x.dtype)
     generator = torch.Generator().manual_seed(3)
+    shape = [*(min(size, 5) for size in x.shape[:-1]), x.shape[-1]]
     for scale in SCALES:
-        yield (torch.randn(x.shape, generator=generator) * scale).to(dtype)
+        yield (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
 def _variants(module: nn.Module, found: Trace) -> Iterator[list[Variant]]:
