@@ -6,7 +6,7 @@ A cheat that the static gate knows is also run with that gate off, where the dyn
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ class Cheat:
     dtype: torch.dtype = torch.float32
     gated: bool = False
     """True if the static gate must catch it (C2)."""
-    guard: Guard = Guard()
+    guard: Guard = field(default_factory=Guard)
     words: str = ""
     """Part of the reason with the gate off."""
     timeout_s: float = 60.0

@@ -10,8 +10,11 @@ from typing import Any, get_args
 import torch
 
 from kernelgraft.families.base import Distribution, Family
+from kernelgraft.families.points import holds
 from kernelgraft.records import Definition, Regime
 
+SIGNATURES = 6
+"""Shapes that a Solution which is compiled per shape is judged on; torch.compile gives a function up after eight."""
 DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
 
 
@@ -86,6 +89,8 @@ class _Maker:
     family: Family
     device: torch.device
     seeds: tuple[int, ...]
+    layouts: dict[tuple[tuple[str, int], ...], tuple[Any, ...]]
+    """Captured inputs by their axes: fresh values of such sizes are laid out in memory as they are."""
     turn: int = 0
     random: secrets.SystemRandom = field(default_factory=secrets.SystemRandom)
 
@@ -95,8 +100,12 @@ class _Maker:
 
     def inputs(self, axes: dict[str, int], seed: int, distribution: Distribution = "normal") -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(seed)
-        made = self.family.inputs(self.definition, axes, generator, distribution)
-        return tuple(x.to(self.device) if isinstance(x, torch.Tensor) else x for x in made)
+        made = [
+            x.to(self.device) if isinstance(x, torch.Tensor) else x
+            for x in self.family.inputs(self.definition, axes, generator, distribution)
+        ]
+        patterns = self.layouts.get(_key(axes), made)
+        return tuple(_like(x, p) if isinstance(x, torch.Tensor) else x for x, p in zip(made, patterns, strict=True))
 
     def case(self, check: str, axes: dict[str, int], seed: int, distribution: Distribution = "normal") -> Case:
         label = f"{words(axes)} ({distribution}, seed {seed})"
@@ -112,10 +121,13 @@ def make(
     """
     seeds = tuple(secrets.randbits(48) for _ in range(max(1, options.seeds)))
     device = next(x.device for x in captured[0].inputs if isinstance(x, torch.Tensor))
-    maker = _Maker(definition, family, device, seeds)
-    traced = list({tuple(sorted(c.axes.items())): c.axes for c in captured}.values())
-    cases = [Case("C8", f"the captured call {c.label}", _plain(c)) for c in spread(captured, options.captured)]
-    shapes = spread(traced, options.seeded_shapes)
+    calls = spread(captured, options.captured)
+    if static_shapes:
+        calls = _few_signatures(calls)
+    maker = _Maker(definition, family, device, seeds, {_key(c.axes): c.inputs for c in reversed(calls)})
+    traced = list({_key(c.axes): c.axes for c in captured}.values())
+    cases = [Case("C8", f"the captured call {c.label}", _plain(c)) for c in calls]
+    shapes = spread(list({_key(c.axes): c.axes for c in calls}.values()), options.seeded_shapes)
     cases += [maker.case("C5", axes, seed) for axes in shapes for seed in seeds]
     if not static_shapes:
         cases += _sizes(maker, traced, options)
@@ -130,17 +142,31 @@ def make(
     return Cases(tuple(cases), seeds)
 
 
+def _key(axes: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(axes.items()))
+
+
+def _few_signatures(calls: Sequence[Captured]) -> list[Captured]:
+    """The calls of at most `SIGNATURES` different shapes and strides: each is a compilation."""
+    groups: dict[str, list[Captured]] = {}
+    for call in calls:
+        signature = [(x.shape, x.stride()) for x in call.inputs if isinstance(x, torch.Tensor)]
+        groups.setdefault(str(signature), []).append(call)
+    kept = spread(list(groups), SIGNATURES)
+    return [call for signature in kept for call in groups[signature]]
+
+
 def _plain(captured: Captured) -> tuple[Any, ...]:
     return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in captured.inputs)
 
 
-def _sizes(maker: _Maker, traced: Sequence[dict[str, int]], options: JudgeOptions) -> Iterator[Case]:
+def _sizes(maker: _Maker, traced: list[dict[str, int]], options: JudgeOptions) -> Iterator[Case]:
     points = spread(maker.family.axis_points(maker.definition, traced), options.points)
     for axes in points + _held_out(maker, traced, options.held_out):
         yield maker.case("C6", axes, maker.seed())
 
 
-def _held_out(maker: _Maker, traced: Sequence[dict[str, int]], count: int) -> list[dict[str, int]]:
+def _held_out(maker: _Maker, traced: list[dict[str, int]], count: int) -> list[dict[str, int]]:
     """Random sizes that nobody can know beforehand; the family says which are possible."""
     found: list[dict[str, int]] = []
     for _ in range(20 * count):
@@ -150,7 +176,9 @@ def _held_out(maker: _Maker, traced: Sequence[dict[str, int]], count: int) -> li
         size = maker.random.randint(2, 300)
         names = list(axes) if maker.random.random() < 0.3 else [maker.random.choice(list(axes))] if axes else []
         axes.update(dict.fromkeys(names, size))
-        if axes not in traced and axes in maker.family.axis_points(maker.definition, [axes]):
+        sizes = {n: a.value for n, a in maker.definition.axes.items() if a.value is not None} | axes
+        possible = holds(maker.definition.constraints, sizes)
+        if possible and axes not in traced + found and axes in maker.family.axis_points(maker.definition, [axes]):
             found.append(axes)
     return found
 
@@ -164,9 +192,10 @@ def _swapped(maker: _Maker, axes: dict[str, int]) -> Iterator[Case]:
             made = (*base[:index], other[index], *base[index + 1 :])
             yield Case("C5", f"{words(axes)} ({name} from another seed, seed {first})", made, seed=first)
     if isinstance(base[0], torch.Tensor) and base[0].is_floating_point() and base[0].numel():
-        nudged = base[0].clone()
+        nudged = base[0].contiguous().clone()
         nudged.view(-1)[maker.random.randrange(nudged.numel())] += 3
-        yield Case("C5", f"{words(axes)} (one element changed, seed {first})", (nudged, *base[1:]), seed=first)
+        made = (_like(nudged, base[0]), *base[1:])
+        yield Case("C5", f"{words(axes)} (one element changed, seed {first})", made, seed=first)
 
 
 def _layouts(maker: _Maker, traced: Sequence[dict[str, int]], options: JudgeOptions) -> Iterator[Case]:
@@ -175,7 +204,7 @@ def _layouts(maker: _Maker, traced: Sequence[dict[str, int]], options: JudgeOpti
     points = [p for p in maker.family.axis_points(maker.definition, traced) if min(p.values(), default=2) > 1]
     axes = min(points, key=lambda p: sum(p.values()), default=traced[0])
     seed = maker.seed()
-    base = maker.inputs(axes, seed)
+    base = tuple(x.contiguous() if isinstance(x, torch.Tensor) else x for x in maker.inputs(axes, seed))
     for layout in options.layouts:
         laid = [LAYOUTS[layout](x) if isinstance(x, torch.Tensor) and x.dim() else None for x in base]
         for index, (name, value) in enumerate(zip(maker.definition.inputs, laid, strict=True)):
@@ -185,6 +214,18 @@ def _layouts(maker: _Maker, traced: Sequence[dict[str, int]], options: JudgeOpti
         together = tuple(b if v is None else v for b, v in zip(base, laid, strict=True))
         if sum(v is not None for v in laid) > 1:
             yield Case("C11", f"{words(axes)} (all inputs {layout}, seed {seed})", together, seed=seed)
+
+
+def _like(x: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """The values of `x` with the strides of `pattern` (same shape); where a stride is 0, those of index 0."""
+    if x.stride() == pattern.stride() or not x.numel():
+        return x
+    narrow = x
+    for dim, (size, stride) in enumerate(zip(pattern.shape, pattern.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            narrow = narrow.narrow(dim, 0, 1)
+    laid = torch.empty_strided(narrow.shape, pattern.stride(), dtype=x.dtype, device=x.device)
+    return laid.copy_(narrow).expand(x.shape)
 
 
 def _strided(x: torch.Tensor) -> torch.Tensor | None:

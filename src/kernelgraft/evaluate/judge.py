@@ -51,7 +51,8 @@ class _Trial:
     drawn: Cases = field(default_factory=lambda: Cases((), ()))
     cases: int = 0
     refused: int = 0
-    warned: bool = False
+    strictness: dict[str, bool] = field(default_factory=dict)
+    """Keyword arguments of `compare`."""
     warmup_seconds: float | None = None
     comparisons: list[Comparison] = field(default_factory=list)
 
@@ -102,7 +103,7 @@ class Judge:
         if reason := contract(trial.solution, trial.definition):
             return Failure(Status.COMPILE_ERROR, "C1", reason)
         findings = static.inspect_sources(trial.solution, trial.definition)
-        trial.warned = bool(findings.warnings)
+        trial.strictness["warned"] = bool(findings.warnings)
         if self.options.static_gate and findings.denied:
             more = f" (and {len(findings.denied) - 1} more)" if len(findings.denied) > 1 else ""
             return Failure(Status.COMPILE_ERROR, "C2", findings.denied[0] + more)
@@ -115,6 +116,7 @@ class Judge:
             return Failure(Status.RUNTIME_ERROR, "C1", f"guard refuses the captured calls: {reasons[0]}")
         served = [c for c, reason in zip(captured, reasons, strict=True) if reason is None]
         family = self._family(definition.meta.family)
+        trial.strictness["nan_may_vanish"] = family.nan_may_vanish
         options = replace(self.options, gradients=self.options.gradients and guard.autograd)
         trial.drawn = make(definition, family, served, options, static_shapes=guard.static_shapes)
         kept = {n: c for n, c in enumerate(trial.drawn.cases) if refuses(guard, definition, c.inputs) is None}
@@ -238,7 +240,7 @@ def _outputs(
         return failure
     names = list(want.native)
     compared = [
-        compare(answer.outputs[f"{number}.{i}"], want.native[n].cpu(), want.exact[n].cpu(), warned=trial.warned, name=n)
+        compare(answer.outputs[f"{number}.{i}"], want.native[n].cpu(), want.exact[n].cpu(), **trial.strictness, name=n)
         for i, n in enumerate(names)
     ]
     trial.comparisons += compared
@@ -255,7 +257,7 @@ def _outputs(
     for repeat in facts["differs"]:
         again = [answer.outputs.get(f"{number}.{i}.{repeat}") for i in range(len(names))]
         compared += [
-            compare(x, want.native[n].cpu(), want.exact[n].cpu(), warned=trial.warned, name=n)
+            compare(x, want.native[n].cpu(), want.exact[n].cpu(), **trial.strictness, name=n)
             for n, x in zip(names, again, strict=True)
             if x is not None
         ]
@@ -304,7 +306,7 @@ def _gradients(
         native = want.native[name].cpu()
         if given is None or given.shape != native.shape or given.dtype != native.dtype:
             return Failure(Status.RUNTIME_ERROR, case.check, f"{claim}, but {name} is missing at {case.label}")
-        found = compare(given, native, want.exact[name].cpu(), warned=trial.warned, name=name)
+        found = compare(given, native, want.exact[name].cpu(), **trial.strictness, name=name, gradient=True)
         trial.comparisons.append(found)
         if found.wrong:
             return _wrong(case.check, f"wrong at {case.label}: {found.wrong}")

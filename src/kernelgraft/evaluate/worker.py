@@ -33,7 +33,7 @@ GUARD_BYTES = 4096
 """Behind every input buffer lie this many bytes that nobody may write."""
 GUARD_VALUE = 0xA5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_PERTURB = -1, -3, -6
-"""glibc's mallopt parameters. The last fills what malloc hands out; a byte of 0xFF would switch it off, 0x7F stands in."""
+"""glibc's mallopt parameters. The last fills what malloc hands out; 0xFF would switch it off, so 0x7F stands in."""
 
 
 def main(folder: Path) -> int:
@@ -251,7 +251,7 @@ class _Poison:
     """Fills uninitialised memory: torch's allocating functions are wrapped, and glibc's malloc fills what it hands out.
 
     The wrappers stay for good, so that a Solution that took `torch.empty` at import has them too. They are left out for
-    a Solution that compiles: its compiler would trace through them. Then malloc, or on a GPU the allocator's cache, is left.
+    a Solution that compiles: its compiler would trace through them. Then malloc (GPU: the allocator's cache) is left.
     """
 
     FUNCTIONS = ("empty", "empty_like", "empty_strided", "empty_permuted")

@@ -108,6 +108,7 @@ class Zygote:
         self.close()
 
     def _start(self) -> None:
+        self.close()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kernelgraft.evaluate.zygote"],
             stdin=subprocess.PIPE,
