@@ -75,6 +75,14 @@ def _entry(tensor: torch.Tensor) -> _Unwritten | None:
     return entry
 
 
+def forget_written() -> None:
+    """Before a launch: stop watching tensors that torch has written to."""
+    for address, entry in list(_unwritten.items()):
+        owner = entry.tensor()
+        if owner is None or owner._version != entry.version:
+            del _unwritten[address]
+
+
 def settle() -> None:
     """After a launch: what kernels wrote is no write of torch's."""
     for entry in _unwritten.values():

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import cuda.tile as ct
+import numpy as np
 import torch
 from cuda.tile import DType
 from cuda.tile._cext import foreign_dtype_object_to_native
@@ -65,23 +66,27 @@ def carrier(dtype: DType) -> torch.dtype:
 
 
 @lru_cache(maxsize=256)
-def _native(dtype: torch.dtype) -> DType | None:
+def _native(dtype: Any) -> DType | None:
     return foreign_dtype_object_to_native(dtype)
 
 
 def as_dtype(value: Any) -> DType:
-    """A cuTile or torch dtype → the cuTile dtype; TileTypeError for anything else."""
+    """A dtype of cuTile, torch or NumPy → cuTile's; TileTypeError for anything else."""
     if isinstance(value, DType):
         return value
-    found = _native(value) if isinstance(value, torch.dtype) else None
+    found = _native(value) if _may_be_dtype(value) else None
     if found is None:
         raise ct.TileTypeError(f"Expected a dtype constant, but given value has type {type(value).__name__}")
     return found
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether `value` is a cuTile dtype or a torch dtype that cuTile knows."""
-    return isinstance(value, DType) or (isinstance(value, torch.dtype) and _native(value) is not None)
+    """Whether `value` is a dtype that cuTile knows."""
+    return isinstance(value, DType) or (_may_be_dtype(value) and _native(value) is not None)
+
+
+def _may_be_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype | np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,3 +162,18 @@ def from_bits(bits: torch.Tensor, dtype: DType) -> torch.Tensor:
     if is_integral(dtype):
         return wrap(bits.to(CARRIERS[dtype]), dtype)
     return bits.contiguous().view(CARRIERS[dtype])
+
+
+_FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def float4_bits(data: torch.Tensor) -> torch.Tensor:
+    """Four-bit floats → their codes, one in each uint8."""
+    codes = torch.bucketize(data.abs(), _FLOAT4).to(torch.uint8)
+    return codes | (torch.signbit(data).to(torch.uint8) << 3)
+
+
+def float4_values(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `float4_bits`."""
+    size = _FLOAT4[(codes & 7).to(torch.int64)]
+    return torch.where(codes >= 8, -size, size)

@@ -13,7 +13,7 @@ from cuda.tile._datatype import is_boolean, is_integral
 from kernelgraft.cutile.arrays import Array, RawMemory
 from kernelgraft.cutile.bits import bitwise
 from kernelgraft.cutile.dtypes import decode, encode
-from kernelgraft.cutile.faults import fault, line
+from kernelgraft.cutile.faults import checked, fault, line
 from kernelgraft.cutile.memory import array_of, check_hints, never_written, padded, said
 from kernelgraft.cutile.promotion import (
     broadcast,
@@ -217,6 +217,8 @@ def load_offset(
     elements = locate_offset(raw, offset, mask)
     check_hints(latency)
     padding = None
+    if padding_value is None and not checked():
+        padding_value = 0
     if padding_value is not None:
         padding = value_for(padding_value, elements, "Padding", "Invalid padding value")
     return take(elements, padding)

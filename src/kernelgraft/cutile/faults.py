@@ -25,6 +25,11 @@ current = _Current()
 """The block that runs in this thread."""
 
 
+def checked() -> bool:
+    """Whether undetermined values are tracked."""
+    return current.block is None or current.block.check
+
+
 def block() -> Block:
     """The running block; RuntimeError, as cuTile raises it, outside a kernel."""
     if current.block is None:

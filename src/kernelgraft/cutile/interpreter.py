@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,12 @@ class _Stream:
     """Stands for a CUDA stream where a launcher asks for one."""
 
     cuda_stream = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take whatever a stream is made with."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Everything has been done already."""
 
     def synchronize(self) -> None:
         """Everything has been done already."""
@@ -122,6 +128,8 @@ def _holders(value: Any) -> Iterator[tuple[Any, str]]:
 
 def _cuda_stand_ins() -> dict[str, Callable[..., Any]]:
     return {
+        "Stream": _Stream,
+        "stream": lambda stream: nullcontext(),
         "current_stream": lambda *args, **options: _Stream(),
         "default_stream": lambda *args, **options: _Stream(),
         "current_device": lambda: 0,

@@ -15,7 +15,7 @@ from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._exception import FunctionDesc, Loc
 
 from kernelgraft.cutile import pythonic  # noqa: F401  (fills the table of builtins)
-from kernelgraft.cutile.arrays import Array, ArrayList, settle
+from kernelgraft.cutile.arrays import Array, ArrayList, forget_written, settle
 from kernelgraft.cutile.dtypes import as_dtype, is_dtype
 from kernelgraft.cutile.faults import current, is_library
 from kernelgraft.cutile.operations import TABLE
@@ -30,6 +30,7 @@ class Block:
     kernel: str
     index: tuple[int, int, int]
     grid: tuple[int, int, int]
+    check: bool = True
 
 
 class Interpreter(DispatchMode):
@@ -104,13 +105,15 @@ def interpret(
     """Run `kernel` over `grid` on CPU tensors.
 
     `shuffle` (a seed) runs the blocks in a random order. With `check`, the compiler's front end types the kernel
-    first, and uses of memory that was never written (`uninitialised`) are faults.
+    first, and uses of undetermined padding and of memory that was never written (`uninitialised`) are faults; without
+    it such padding is zero, as GPUs happen to fill it.
     """
     annotated = kernel._annotated_function
     names = list(annotated.pysig.parameters)
     if len(args) != len(names):
         raise TypeError(f"kernel `{kernel._pyfunc.__name__}` takes {len(names)} arguments, got {len(args)}")
     sizes = _grid(grid)
+    forget_written()
     if check:
         from kernelgraft.cutile.typecheck import check_types
 
@@ -125,7 +128,7 @@ def interpret(
     with torch.no_grad(), torch._C.DisableTorchFunction(), Interpreter().as_current():
         try:
             for index in _order(sizes, shuffle):
-                current.block = Block(name, index, sizes)
+                current.block = Block(name, index, sizes, check)
                 run(*given)
         except ct.TileError as error:
             if error.loc.is_unknown():

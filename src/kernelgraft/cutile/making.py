@@ -9,7 +9,7 @@ import torch
 from cuda.tile import RoundingMode
 from cuda.tile._datatype import is_float, is_numeric
 
-from kernelgraft.cutile.dtypes import DType, as_dtype, carrier, from_bits, to_bits
+from kernelgraft.cutile.dtypes import DType, as_dtype, carrier, float4_bits, float4_values, from_bits, to_bits
 from kernelgraft.cutile.elementwise import arithmetic
 from kernelgraft.cutile.promotion import is_power_of_two, loose_dtype, tile_shape, typed
 from kernelgraft.cutile.rounding import convert
@@ -141,12 +141,17 @@ def pack_to_bytes(x: Any, /) -> Tile:
     given = typed(x)
     if given._dtype == ct.bool_:
         raise _TypeError(f"pack_to_bytes from a {given._dtype} tile is not supported")
-    if given._dtype.bitwidth < 8:
-        raise NotImplementedError(f"the interpreter does not pack {given._dtype}; run this kernel on a GPU")
-    bits = to_bits(given.data.reshape(-1), given._dtype).contiguous().view(torch.uint8)
-    poison = None
-    if given.poison is not None:
-        poison = given.poison.reshape(-1).repeat_interleave(given._dtype.bitwidth // 8)
+    flat = given.data.reshape(-1)
+    poison = None if given.poison is None else given.poison.reshape(-1)
+    if given._dtype == ct.float4_e2m1fn:
+        if flat.numel() % 2:
+            raise _TypeError(f"Cannot pack tile {describe(given)}: total bits not divisible by 8")
+        pairs = float4_bits(flat).reshape(-1, 2)
+        halves = None if poison is None else poison.reshape(-1, 2).any(-1)
+        return Tile(pairs[:, 0] | (pairs[:, 1] << 4), ct.uint8, halves, given.origin)
+    bits = to_bits(flat, given._dtype).contiguous().view(torch.uint8)
+    if poison is not None:
+        poison = poison.repeat_interleave(given._dtype.bitwidth // 8)
     return Tile(bits, ct.uint8, poison, given.origin)
 
 
@@ -159,8 +164,10 @@ def unpack_from_bytes(x: Any, /, dtype: Any) -> Tile:
         raise _TypeError(f"unpack_from_bytes requires uint8 tile, got {given._dtype} tile")
     if target == ct.bool_:
         raise _TypeError(f"unpack_from_bytes to a {target} tile is not supported")
-    if target.bitwidth < 8:
-        raise NotImplementedError(f"the interpreter does not unpack {target}; run this kernel on a GPU")
+    if target == ct.float4_e2m1fn:
+        nibbles = torch.stack([given.data & 15, given.data >> 4], -1).reshape(-1)
+        both = None if given.poison is None else given.poison.repeat_interleave(2)
+        return Tile(float4_values(nibbles), target, both, given.origin)
     size = target.bitwidth // 8
     if given.shape[0] % size:
         raise _TypeError(

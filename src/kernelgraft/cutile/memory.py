@@ -13,7 +13,7 @@ from cuda.tile._datatype import is_boolean, is_float, is_integral, is_signed
 
 from kernelgraft.cutile.arrays import Array, TiledView
 from kernelgraft.cutile.dtypes import DType, decode, encode
-from kernelgraft.cutile.faults import fault, line
+from kernelgraft.cutile.faults import checked, fault, line
 from kernelgraft.cutile.promotion import (
     axis_of,
     axis_order,
@@ -109,6 +109,8 @@ def _load_window(
         fault(f"load with check_bounds=False of a tile {shape} at {tuple(starts)} leaves {said(array)}")
     if window.empty:
         data = padded(array.dtype, mode, shape)
+        if not checked():
+            return Tile(data, array.dtype)
         where = f"a tile at {tuple(starts)} that lies entirely outside {said(array)}, loaded in {line()}"
         return Tile(data, array.dtype, torch.ones(shape, dtype=torch.bool), where)
     memory = array.memory
@@ -183,8 +185,9 @@ def load(
 
 
 def mode_of(padding_mode: Any) -> PaddingMode:
-    """A padding mode, also by its name."""
-    return PaddingMode[padding_mode] if isinstance(padding_mode, str) else padding_mode
+    """A padding mode, also by its name; zero for undetermined values that nobody tracks."""
+    mode = PaddingMode[padding_mode] if isinstance(padding_mode, str) else padding_mode
+    return PaddingMode.ZERO if mode == PaddingMode.UNDETERMINED and not checked() else mode
 
 
 def store(
@@ -230,7 +233,7 @@ def view_load(
     starts = view_starts(view, index)
     check_hints(latency, allow_tma)
     axes = range(view.array.ndim)
-    tile = _load_window(view.array, axes, starts, view.full_shape, view.padding_mode, check_bounds)
+    tile = _load_window(view.array, axes, starts, view.full_shape, mode_of(view.padding_mode), check_bounds)
     return tile if view.tile_shape else tile.item()
 
 
