@@ -225,6 +225,8 @@ def test_a_change_in_place_is_seen_and_the_value_before_it_kept():
     call = got.calls["layers.*.forward:overwrite"][0]
     assert call.mutated == ("args[0]",)
     assert torch.equal(call.output, call.args[0] * 2)
+    before = got.calls["layers.*.forward:tables"][0]
+    assert torch.equal(before.output, call.args[0])  # as it was returned, not as it is now
     assert all(c.mutated == () for c in got.calls["layers.*.forward:scale"])
 
 
@@ -337,8 +339,8 @@ def test_the_first_instance_that_is_called_is_recorded():
 def last_layers(self, input_ids):
     x = torch.nn.functional.one_hot(input_ids % 4, 4).float()
     for layer in self.layers[1:]:
-        x = layer(x, table={"a": [torch.zeros(4)]})
-    return x
+        x = layer(x, table={"a": [torch.zeros(4)]}).repeat(2, 1, 1)
+    return x[:1]
 
 
 def test_a_growing_cache_does_not_fill_the_memory():
@@ -376,6 +378,23 @@ def test_attention_is_recorded_with_grouped_heads_and_a_mask():
             blind = mask[-1, 0, -1] == 0 if mask.dtype == torch.bool else mask[-1, 0, -1] < 0
             assert blind.any() and not blind.all()  # the shorter row does not see its padding
     assert dict(AttentionInterface._global_mapping) == interface
+
+
+def test_attention_of_a_padded_batch_is_kept_beside_one_of_the_same_shape():
+    loaded = load("config:mixtral")
+    loaded.model.set_attn_implementation("eager")  # which has a mask in either case
+    padded, mask = left_padded(loaded, ["The capital", "The"])
+    same = [Run(padded, torch.ones_like(mask), 2), Run(padded, mask, 2, padded=True)]
+    (site,) = [site for site in discover(loaded.model) if site.kind == "attention"]
+    calls = capture(loaded.model, [site], same).calls[site.key]
+    assert [(c.regime, c.padded) for c in calls] == [
+        ("prefill", False),
+        ("decode", False),
+        ("prefill", True),
+        ("decode", True),
+    ]
+    assert not torch.equal(calls[0].args[4], calls[2].args[4])
+    assert calls[0].original.__name__ == "eager_attention_forward"
 
 
 def test_another_model_of_the_class_is_not_recorded():

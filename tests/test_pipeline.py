@@ -14,8 +14,7 @@ from torch import nn
 from kernelgraft import evaluate, machine, models, patch, pipeline
 from kernelgraft.errors import MismatchError, NothingToPatch, UsageError
 from kernelgraft.identity import model_card
-from kernelgraft.pipeline import gate, planning, seating
-from kernelgraft.pipeline import research as research_module
+from kernelgraft.pipeline import gate, planning, researching, seating
 from kernelgraft.records import EndToEnd, Graft, Plan, Research, Status
 from kernelgraft.store import Inventory
 
@@ -107,6 +106,7 @@ def test_a_done_job_is_said_and_not_done_again(
         assert "already grafted" in live.already
     with pytest.raises(AssertionError, match="done again"):
         pipeline.run_integration(tiny, inventory, suppliers=["torch"], force=True)
+    assert inventory.load_record("graft", Graft) == graft, "a failure took the old records away"
 
 
 def test_another_machine_or_version_is_another_job(integrated: tuple[Graft, dict[str, Any]]) -> None:
@@ -173,9 +173,9 @@ def test_a_method_that_others_patched_is_named() -> None:
 
     theirs.__module__ = "other_kernels.ops"
     norm.forward = types.MethodType(theirs, norm)
-    sites = {s.path: s for s in research_module.discover(loaded.model)}
-    assert research_module.foreign_patch(loaded.model, sites["model.norm"]) == "other_kernels"
-    assert research_module.foreign_patch(loaded.model, sites["model.layers.*.mlp"]) is None
+    sites = {s.path: s for s in researching.discover(loaded.model)}
+    assert researching.foreign_patch(loaded.model, sites["model.norm"]) == "other_kernels"
+    assert researching.foreign_patch(loaded.model, sites["model.layers.*.mlp"]) is None
 
 
 def test_an_unknown_supplier_is_refused_before_any_work(tiny: models.Loaded) -> None:

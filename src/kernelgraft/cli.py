@@ -74,7 +74,6 @@ def research(
     inventory = Inventory(_folder(out, model))
     with _progress() as progress:
         loaded = _load(model, dtype, device, trust_remote_code)
-        inventory.clear()
         record, computes = pipeline.research(loaded, inventory, progress=progress)
     if not _wrote_json(record.model_dump(mode="json"), json_file):
         Console().print(research_table(record))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernelgraft.pipeline.integration import Integration, integrate, make_graft, run_integration
 from kernelgraft.pipeline.planning import already, candidates, make_plan, planned
 from kernelgraft.pipeline.progress import Progress, silent
-from kernelgraft.pipeline.research import PROMPT, computes_of, recapture, research
+from kernelgraft.pipeline.researching import PROMPT, computes_of, recapture, research
 
 __all__ = [
     "PROMPT",

@@ -12,7 +12,7 @@ from torch import nn
 from kernelgraft.errors import GraftError
 from kernelgraft.models import Loaded, prompt_ids
 from kernelgraft.patch import apply, patch_label
-from kernelgraft.pipeline.research import PROMPT
+from kernelgraft.pipeline.researching import PROMPT
 from kernelgraft.records import EndToEnd, Graft, Patch
 
 NEW_TOKENS = 12

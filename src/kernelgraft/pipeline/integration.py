@@ -18,7 +18,7 @@ from kernelgraft.identity import model_card
 from kernelgraft.models import Loaded, wrap
 from kernelgraft.pipeline import gate, planning, seating
 from kernelgraft.pipeline.progress import Progress, silent
-from kernelgraft.pipeline.research import Bound, Compute, axes_of, research
+from kernelgraft.pipeline.researching import Bound, Compute, axes_of, research
 from kernelgraft.pipeline.seating import Policy
 from kernelgraft.records import Evaluation, Graft, Patch, Plan, Research, Seat, Solution, Status
 from kernelgraft.store import Inventory
@@ -84,7 +84,6 @@ def run_integration(
     done, graft = planning.already(loaded.model, card, here, inventory)
     if done and graft and not force:
         return Integration(None, Plan(model=card, rows=(), already=done), graft, done)
-    inventory.clear()
     record, computes = research(loaded, inventory, progress=progress)
     if not computes:
         raise NothingToPatch(f"`{card.name}` has no site that a kernel could take: see `kernelgraft research`")

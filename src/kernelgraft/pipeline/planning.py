@@ -10,7 +10,7 @@ from torch import nn
 
 from kernelgraft.errors import RecordError
 from kernelgraft.patch import find_applied
-from kernelgraft.pipeline.research import Compute
+from kernelgraft.pipeline.researching import Compute
 from kernelgraft.records import CandidateRow, Definition, Graft, MachineCard, ModelCard, Plan, PlanRow, Solution
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.base import Refusal, Supplier

@@ -11,7 +11,7 @@ import torch
 from kernelgraft import families
 from kernelgraft.evaluate import decide, interleave
 from kernelgraft.patch import Dispatcher, apply
-from kernelgraft.pipeline.research import Bound, Compute, axes_of, replay
+from kernelgraft.pipeline.researching import Bound, Compute, axes_of, replay
 from kernelgraft.records import Definition, Evaluation, Graft, Patch, Performance, Regime, Seat, Solution
 
 Policy = Literal["fastest", "verified"]

@@ -121,7 +121,7 @@ def recognise(site: Site, calls: Sequence[Call]) -> tuple[Recognition | None, st
 
 
 def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silent) -> tuple[Research, list[Compute]]:
-    """Discover, capture, recognise; write Definitions, Workloads and `research.json`.
+    """Discover, capture, recognise; write Definitions, Workloads and `research.json` in place of older records.
 
     The live model is left exactly as it was. Returns the record and the computes with their captured calls.
     """
@@ -160,6 +160,7 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
         rows.append(row)
     progress("research", len(sites), len(sites), f"{len(computes)} computes recognised")
     record = Research(model=model_card(model, loaded.ref.spec), machine=machine.read(), prompt=PROMPT, rows=tuple(rows))
+    inventory.clear()  # only now: what stood there before stays if anything above fails
     for compute in computes.values():
         for definition in compute.definitions:
             inventory.save_definition(definition)
