@@ -99,7 +99,7 @@ class Session:
         # Stored settings (sampling, suppressed tokens, an end-of-text token) would make runs differ in length.
         self.model.generation_config = GenerationConfig()
 
-    def _config(self, new_tokens: int) -> GenerationConfig:
+    def _config(self, new_tokens: int, keep_logits: bool) -> GenerationConfig:
         return GenerationConfig(
             max_new_tokens=new_tokens,
             do_sample=False,
@@ -107,14 +107,16 @@ class Session:
             cache_implementation="static" if self.cache == "static" else None,
             disable_compile=True,
             pad_token_id=self._pad,
+            output_logits=keep_logits,
+            return_dict_in_generate=keep_logits,
         )
 
-    def _generate(self, new_tokens: int, **options: Any) -> Any:
+    def _generate(self, new_tokens: int, *, keep_logits: bool = False, **options: Any) -> Any:
         with torch.no_grad():
             return self.model.generate(
                 self.ids,
                 attention_mask=torch.ones_like(self.ids),
-                generation_config=self._config(new_tokens),
+                generation_config=self._config(new_tokens, keep_logits),
                 **options,
             )
 
@@ -159,8 +161,7 @@ class Session:
         out = self._generate(
             steps,
             logits_processor=LogitsProcessorList([Forced(tokens, self.ids.shape[1])]),
-            output_logits=True,
-            return_dict_in_generate=True,
+            keep_logits=True,
         )
         logits = torch.stack([step[:rows].float().cpu() for step in out.logits], dim=1)
         save_file({"logits": logits}, order["file"])
