@@ -50,7 +50,6 @@ def read_tree(code: types.CodeType) -> ast.FunctionDef:
 @functools.lru_cache(maxsize=1024)
 def _read_tree(code: types.CodeType, filename: str) -> ast.FunctionDef:
     try:
-        linecache.checkcache(filename)
         lines, first = inspect.getsourcelines(code)
         # A method's lines are parsed under an `if`, because dedenting would change strings that span lines.
         indented = lines[0][:1].isspace()
