@@ -382,6 +382,11 @@ def test_rows_without_a_sequence() -> None:
     found = FAMILY.recognise(SITE, [record(module, randn(6, HIDDEN))])
     assert isinstance(found, Recognition)
     assert found.definitions[0].inputs["gate"].shape == ("num_rows", "intermediate_size")
+    seen: list[Any] = []
+    replacement = seated(found, module, reference_of(found, seen))
+    for x in (randn(3, HIDDEN), randn(1, 3, HIDDEN)):
+        assert torch.equal(replacement(module, x), type(module).forward(module, x))
+    assert len(seen) == 1  # rows with a sequence belong to another Definition
 
 
 @pytest.mark.parametrize("name", INLINE)

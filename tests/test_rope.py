@@ -144,6 +144,19 @@ def test_one_tensor_with_heads_behind_the_sequence(dtype: torch.dtype) -> None:
     assert definition.axes["num_heads"].type == "var"
 
 
+def test_tensors_of_another_rank_run_the_original() -> None:
+    original = modeling("gemma3n", "apply_rotary_pos_emb")
+    cos, sin = tables(2, 5, 16, "duplicated", torch.float32)
+    four = (randn(2, 5, 4, 16), cos, sin, -2)
+    three = (randn(5, 4, 16), cos[0], sin[0], -2)
+    found = recognised(record(original, *four), record(original, *three))
+    seen: list[Any] = []
+    replacement = seated(found, original, lambda *inputs: seen.append(inputs))
+    assert equal(replacement(*four), original(*four))
+    assert equal(replacement(*three), original(*three))
+    assert len(seen) == 1
+
+
 def test_tables_in_the_other_order_and_at_the_end_of_the_head() -> None:
     gptj = modeling("gptj", "apply_rotary_pos_emb")
     cos, sin = tables(1, 5, 16, "half", torch.float32)

@@ -8,7 +8,7 @@ and hooks on them go on working. Semantics of a recognised site:
   `up_first` halves, or the same with `interleaved_` before it;
 - `upcast`: the product is taken in float32 and rounded once;
 - `clamp`, `limit`: None, or gate is held below `limit` (`before` or `after` the activation) and up within ± `limit`;
-- `heads`, `tail`, `act`, `parameter`, `eval_only`: what the seat needs.
+- `heads`, `tail`, `act`, `parameter`, `eval_only`, `rank`: what the seat needs.
 
 Not covered: scalar multipliers, sparsity, adapters that depend on the call, experts held in one tensor.
 """
@@ -76,12 +76,14 @@ def gated_mlp_seat(
     limit: float | None,
     parameter: str,
     eval_only: bool,
+    rank: int,
 ) -> Callable[..., Any]:
     """Replace a module's forward: call its projections, let `select` serve the product, call what follows it.
 
     `heads` are the paths of gate and up, or of the child whose output holds both; `tail` those of what follows the
     product; `act` is the attribute that holds the activation (None: the forward writes it); `parameter` names the
-    forward's argument; `eval_only`: in training the forward does something else, so the original runs.
+    forward's argument; `eval_only`: in training the forward does something else, so the original runs; `rank` is the
+    number of axes of gate and up that the Definition has.
     """
     functional = torch.nn.functional
     inline: dict[str, Callable[..., Any]] = {
@@ -129,7 +131,7 @@ def gated_mlp_seat(
         if (eval_only and self.training) or (act is not None and watched(fetch(self, act))):
             return original(self, x)
         inputs = [fetch(self, path)(x) for path in heads]
-        kernel = select(*inputs)
+        kernel = select(*inputs) if inputs[0].ndim == rank else None
         if kernel is not None:
             y = kernel(*inputs)
         elif packed is None:
@@ -233,6 +235,7 @@ class GatedMLP(Family):
             "tail": list(found.tail),
             "act": act,
             "parameter": parameter_name(call),
+            "rank": found.projected[0].ndim,
             "eval_only": not all(_same_in_training(call.original, copy, x) for copy, x in cases[:1]),
         }
         run = body_function(variant.body())

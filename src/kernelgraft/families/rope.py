@@ -12,7 +12,7 @@ Found at calls of a global function. Semantics of a recognised site:
 - `leading`: for each leading axis of the tables, the axis of q that it goes with;
 - `compute`: products are taken in float32 (`float32`) or as torch promotes the inputs (`input`); `cast`: the result has
   q's dtype;
-- `parameters`, `tensors`, `fixed`, `defaults`, `without_k`: what the seat needs.
+- `parameters`, `tensors`, `fixed`, `defaults`, `without_k`, `rank`: what the seat needs.
 
 Not covered: q and k of different lengths, tables with one row per head, rotation of parts of the sequence only.
 """
@@ -44,12 +44,13 @@ def rope_seat(
     defaults: dict[str, Any],
     complex_table: bool,
     without_k: str | None,
+    rank: int,
 ) -> Callable[..., Any]:
     """Replace the function; a call in which anything but the `tensors` differs from `fixed` runs the original.
 
     `parameters` are the function's, in order; `tensors` those that are inputs of the Definition, in its order;
     `defaults` what `fixed` parameters are when they are not given; `without_k` says what a call without k returns (a
-    `single` tensor or a `pair` with None), None if no such call is served.
+    `single` tensor or a `pair` with None), None if no such call is served; `rank` is the number of axes of q.
     """
     plans: dict[Any, Any] = {}
 
@@ -84,6 +85,8 @@ def rope_seat(
         for x in inputs:
             if not isinstance(x, torch.Tensor):
                 return original(*args, **kwargs)
+        if inputs[0].ndim != rank:
+            return original(*args, **kwargs)
         if complex_table:
             if not inputs[-1].is_complex():
                 return original(*args, **kwargs)
@@ -154,7 +157,7 @@ class Rope(Family):
 
     def seat(self, semantics: dict[str, Any]) -> Seat:
         """See `Family.seat`."""
-        names = ("parameters", "tensors", "fixed", "defaults", "without_k")
+        names = ("parameters", "tensors", "fixed", "defaults", "without_k", "rank")
         constants = {name: semantics[name] for name in names}
         return Seat(rope_seat, {**constants, "complex_table": semantics["table"] == "complex"})
 
@@ -232,6 +235,7 @@ def _semantics(firsts: list[Bound], variant: Variant) -> dict[str, Any]:
         "fixed": fixed,
         "defaults": {p.name: p.default for p in parameters if p.name in fixed and p.default is not p.empty},
         "without_k": without_k,
+        "rank": variant.rank,
     }
 
 
