@@ -82,6 +82,9 @@ def _result(elements: Elements, old: Tensor, fill: Tensor, determined: bool) -> 
 
 def _operand(value: Any, elements: Elements, bits: bool) -> Tile:
     dtype = elements.array.dtype
+    if elements.shape and not isinstance(value, Tile):
+        # The compiler broadcasts before it casts, and a broadcast number is loosely typed no longer.
+        value = typed(value)
     if bits and typed(value).dtype != dtype:
         raise _TypeError(
             f"Bitwise atomic read-modify-write operations require the update dtype ({typed(value).dtype})"

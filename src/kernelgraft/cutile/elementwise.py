@@ -142,10 +142,10 @@ def _divide_integers(a: Tensor, b: Tensor, dtype: DType, kind: str) -> tuple[Ten
     left, right = a.to(wide), b.to(wide)
     if kind == "mod":
         result = torch.remainder(left, right)
-    elif kind == "cdiv":
-        result = -torch.div(-left, right, rounding_mode="floor")
     else:
         result = torch.div(left, right, rounding_mode="floor")
+        if kind == "cdiv":
+            result = result + (result * right != left)
     return wrap(result.to(a.dtype), dtype), undetermined
 
 
@@ -156,6 +156,10 @@ def _floats(name: str, a: Tensor, b: Tensor, propagate_nan: bool) -> Tensor:
         return torch.minimum(a, b) if propagate_nan else torch.fmin(a, b)
     if name == "floordiv":
         return torch.floor(torch.true_divide(a, b))
+    if name == "mod":
+        # Exact, unlike torch.remainder: C's remainder, moved to the divisor's side of zero.
+        rest = torch.fmod(a, b)
+        return torch.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
     function = _FLOAT.get(name)
     if function is None:
         raise _TypeError(f"Missing binary arithmetic implementation for {name}, float")
@@ -169,7 +173,6 @@ _FLOAT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "truediv": torch.true_divide,
     "pow": torch.pow,
     "atan2": torch.atan2,
-    "mod": torch.remainder,
 }
 _INTEGER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
 

@@ -16,7 +16,6 @@ from cuda.tile._exception import FunctionDesc, Loc
 
 from kernelgraft.cutile import pythonic  # noqa: F401  (fills the table of builtins)
 from kernelgraft.cutile.arrays import Array, ArrayList, forget_written, settle
-from kernelgraft.cutile.dtypes import as_dtype, is_dtype
 from kernelgraft.cutile.faults import current, is_library
 from kernelgraft.cutile.operations import TABLE
 from kernelgraft.cutile.rewriting import adapt_callable
@@ -59,7 +58,13 @@ def _argument(value: Any, name: str, annotation: Any, check: bool) -> Any:
         pairs = zip(value, annotation.items, strict=True)
         return tuple(_argument(v, f"{name}[{i}]", node, check) for i, (v, node) in enumerate(pairs))
     if annotation.constant:
-        return as_dtype(value) if is_dtype(value) else value
+        if isinstance(value, tuple):
+            return tuple(_argument(v, f"{name}[{i}]", annotation, check) for i, v in enumerate(value))
+        if not isinstance(value, bool | int | float):
+            raise TypeError(
+                f"kernel parameter `{name}`: a constant is a bool, int or float, not {type(value).__name__}"
+            )
+        return value
     if isinstance(value, torch.Tensor):
         return Array.of(value, name, annotation.array, check=check)
     if isinstance(value, list):
@@ -78,7 +83,7 @@ def _argument(value: Any, name: str, annotation: Any, check: bool) -> Any:
         return scalar(value, dtype)
     if isinstance(value, float):
         return scalar(value, ct.float32)
-    return as_dtype(value) if is_dtype(value) else value
+    raise TypeError(f"kernel parameter `{name}`: cuTile takes no {type(value).__name__}")
 
 
 def _grid(grid: Sequence[int]) -> tuple[int, int, int]:

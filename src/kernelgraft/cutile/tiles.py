@@ -72,8 +72,8 @@ class Tile(ct.Tile):
         return moved(self, lambda data: data[keys])
 
     def __bool__(self) -> bool:
-        if self.data.dim() or self._dtype != ct.bool_:
-            raise ct.TileTypeError(f"Expected a bool, but given value has type {describe(self)}")
+        if self.data.dim():
+            raise ct.TileTypeError(f"Expected a scalar value, but given value has type {describe(self)}")
         return bool(self.number("branches on"))
 
     def __index__(self) -> int:

@@ -19,7 +19,7 @@ from cuda.tile.compilation import (
     TupleConstraint,
 )
 
-from kernelgraft.cutile.dtypes import as_dtype, is_dtype
+from kernelgraft.cutile.dtypes import as_dtype
 from kernelgraft.cutile.promotion import axis_of
 
 _checked: set[Any] = set()
@@ -55,7 +55,7 @@ def constraint(value: Any, annotation: Any) -> Any:
     if isinstance(value, tuple):
         return TupleConstraint([constraint(item, annotation) for item in value])
     if annotation.constant:
-        return ConstantConstraint(as_dtype(value) if is_dtype(value) else value)
+        return ConstantConstraint(value)
     if isinstance(value, torch.Tensor):
         return _array(value, annotation.array)
     if isinstance(value, list):
@@ -67,7 +67,7 @@ def constraint(value: Any, annotation: Any) -> Any:
         return ScalarConstraint(annotation.scalar.dtype if annotation.scalar else ct.int32)
     if isinstance(value, float):
         return ScalarConstraint(ct.float32)
-    return ConstantConstraint(as_dtype(value) if is_dtype(value) else value)
+    raise TypeError(f"cuTile takes no {type(value).__name__} as a kernel's argument")
 
 
 def signature(kernel: Any, args: Sequence[Any]) -> Any:
