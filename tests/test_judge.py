@@ -420,6 +420,16 @@ def test_a_more_exact_result_than_the_originals_is_right() -> None:
     assert found.wrong is None and found.ratio < 0.5
 
 
+def test_three_times_the_originals_error_is_too_much() -> None:
+    exact = torch.randn(64, 64, dtype=torch.float64)
+    native = (exact + 0.001 * torch.randn(64, 64)).float()
+    for times, right in ((1.8, True), (3.0, False)):
+        found = compare((exact + times * (native.double() - exact)).float(), native, exact)
+        assert (found.wrong is None) is right and found.ratio == pytest.approx(times, rel=0.01)
+    few = compare((exact + 2.8 * (native.double() - exact)).float()[:2], native[:2], exact[:2])
+    assert few.wrong is None, "a small output's error scatters more"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_exact_original_leaves_room_for_rounding_only(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
@@ -486,6 +496,8 @@ def test_an_original_that_is_no_yardstick_lifts_no_bound() -> None:
     assert compare(torch.zeros(64, 64), native, exact).wrong is None, "as the original"
     assert compare(exact.float(), native, exact).wrong is None, "right"
     assert compare(0.5 * exact.float(), native, exact).wrong is not None, "neither"
+    signs = exact.sign()
+    assert "relRMSE 0.3 where" in (compare(0.7 * signs.float(), native, signs).wrong or "")
 
 
 def test_integers_and_booleans_are_equal() -> None:
@@ -578,6 +590,36 @@ def test_what_a_solution_started_is_ended(judge: Judge, tmp_path: Path) -> None:
 def _running(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+POISONED = """
+import torch
+from kernelgraft.evaluate.worker import _Poison
+early = torch.empty_like
+poison = _Poison(torch.device("cpu"), wrap=True)
+poison.mallopt = None  # as on a GPU, or without glibc
+like = torch.zeros(3)
+for byte in (0xFF, 0xA5, 0x7B):
+    with poison.filling(byte):
+        made = [
+            torch.empty(3),
+            torch.empty_like(like),
+            torch.empty_strided((3,), (1,)),
+            torch.empty_permuted((2, 3), (1, 0)),
+            torch.empty((2, 2), dtype=torch.bfloat16),
+            like.new_empty(3),
+            like.new_empty_strided((3,), (1,)),
+        ]
+        assert all((x.untyped_storage().tolist() == [byte] * x.untyped_storage().nbytes()) for x in made), made
+        assert torch.empty(2, dtype=torch.bool).tolist() == [True, True]
+        assert torch.empty(3, device="meta").shape == (3,) and torch.empty(0).numel() == 0
+    assert made[0].isnan().all() == (byte == 0xFF)
+assert torch.zeros(3).tolist() == [0, 0, 0] and early is not torch.empty_like
+"""
+
+
+def test_allocating_functions_hand_out_garbage() -> None:
+    subprocess.run([sys.executable, "-c", POISONED], env=machine.child_environment(), check=True)
 
 
 def test_a_lost_zygote_is_replaced(judge: Judge) -> None:

@@ -263,7 +263,7 @@ class _Poison:
         self.mallopt = _mallopt() if device.type == "cpu" else None
         if self.mallopt:
             # Keep freed memory: fetching it anew page by page would take most of the time.
-            self.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+            self.mallopt(M_MMAP_THRESHOLD, 32 << 20)
             self.mallopt(M_TRIM_THRESHOLD, 1 << 30)
         if wrap:
             for owner, names in ((torch, self.FUNCTIONS), (torch.Tensor, self.METHODS)):
