@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TILEGYM_DISABLE_AUTOTUNE", "1")
@@ -786,12 +787,36 @@ def lines(cases: list[Case], shuffle: int | None) -> Iterator[Line]:
         yield judge(one, shuffle)
 
 
+def usage() -> tuple[set[str], set[str]]:
+    """cuTile's operations that TileGym's `ops/cutile` and `transformers/*/kernels` call: covered, and lacking."""
+    import ast
+    from importlib.util import find_spec
+
+    from kernelgraft.cutile.coverage import missing, public_operations
+
+    root = Path(find_spec("tilegym").submodule_search_locations[0])
+    files = [*root.glob("ops/cutile/**/*.py"), *root.glob("transformers/*/kernels/*.py")]
+    names = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ct":
+                names.add(node.attr)
+    known, lacking = set(public_operations()), set(missing())
+    return (names & known) - lacking, names & lacking
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="*", help="ops whose name contains one of these words")
     parser.add_argument("--shuffle", type=int, help="seed of a random order of blocks")
     parser.add_argument("--json", help="file to write the results to")
+    parser.add_argument("--usage", action="store_true", help="only say which operations TileGym calls")
     options = parser.parse_args()
+    if options.usage:
+        covered, lacking = usage()
+        for what, names in (("covered", covered), ("lacking", lacking)):
+            print(f"{len(names)} {what}: {', '.join(sorted(names))}")
+        return bool(lacking)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     chosen = [one for one in CASES if not options.only or any(word in one.op for word in options.only)]

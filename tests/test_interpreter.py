@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,16 @@ def test_grids_of_three_dimensions() -> None:
     launch((2, 3, 4), places, (y,))
     assert y.flatten().tolist() == list(range(24))
     launch((0, 3, 4), places, (y,))
+    for grid in ((1, 65536), (1, 1, 65536), (), (1, 1, 1, 1), (-1,)):
+        with pytest.raises(ValueError, match="grid"):
+            launch(grid, places, (y,))
+
+
+def test_arrays_without_elements() -> None:
+    x = torch.zeros(0, 64)
+    launch((0,), norm, (x, torch.ones(64), x, 64, 1e-6, 64))
+    with pytest.raises(KernelFault, match=r"entirely outside `x` of shape \(0, 64\)"):
+        launch((1,), norm, (x, torch.ones(64), torch.zeros(1, 64), 64, 1e-6, 64))
 
 
 # --- Python in kernels ---
@@ -289,6 +300,44 @@ def test_assertions_are_faults() -> None:
         launch((1,), asserting, (torch.tensor([1.0, 0.0]),))
 
 
+@ct.kernel
+def claiming(y, n: int):
+    ct.grid_dependency_control_wait()
+    m = ct.assume_divisible_by(n, 8)
+    size = ct.ensure_constant(4)
+    if size != 4:
+        raise ct.static_exception(ValueError("never"))
+    ct.store(y, (0,), m)
+    ct.grid_dependency_control_launch_dependents()
+
+
+def test_claims_are_checked() -> None:
+    y = torch.zeros(1, dtype=torch.int32)
+    launch((1,), claiming, (y, 24))
+    assert y.item() == 24
+    with pytest.raises(KernelFault, match="20 is assumed to be divisible by 8, which it is not"):
+        launch((1,), claiming, (y, 20))
+
+
+@ct.kernel
+def constant_only(y, n: int):
+    ct.ensure_constant(n)
+
+
+@ct.kernel
+def claims_in_vain(y, n: int):
+    ct.static_assert(y.ndim == 2, f"{y.ndim} dimensions")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_compile_time_errors(check: bool) -> None:
+    y = torch.zeros(1)
+    with pytest.raises(ct.TileStaticAssertionError, match="not a compile-time constant"):
+        launch((1,), constant_only, (y, 1), check=check)
+    with pytest.raises(ct.TileStaticAssertionError, match="1 dimensions"):
+        launch((1,), claims_in_vain, (y, 1), check=check)
+
+
 # --- arguments ---
 
 
@@ -398,6 +447,30 @@ def test_what_was_imported_by_name_is_replaced_too() -> None:
         assert total.item() == 120
     finally:
         del sys.modules[module.__name__]
+
+
+def test_every_operation_of_cuda_tile_is_covered_and_named_in_the_documentation() -> None:
+    from kernelgraft.cutile import coverage
+
+    assert not coverage.missing()
+    text = (Path(__file__).resolve().parent.parent / "docs" / "cutile.md").read_text(encoding="utf-8")
+    written_down = text.split(coverage.BEGIN)[1].split(coverage.END)[0].strip()
+    assert written_down == coverage.table()
+
+
+def test_an_operation_that_is_new_is_named() -> None:
+    from cuda.tile._execution import stub
+
+    @stub
+    def tomorrow(x):
+        """Not known yet."""
+
+    @ct.kernel
+    def kernel(x):
+        tomorrow(x)
+
+    with pytest.raises(NotImplementedError, match="the interpreter has no operation `tomorrow`"):
+        launch((1,), kernel, (torch.zeros(1),), check=False)
 
 
 def test_the_package_imports_without_cuda_tile() -> None:

@@ -301,7 +301,7 @@ def test_slices_at_a_tile_of_indices() -> None:
 # --- atomic operations ---
 
 
-OPERATIONS = ("add", "max", "xor", "xchg", "cas")
+OPERATIONS = ("add", "max", "min", "and", "or", "xor", "xchg", "cas")
 
 
 @ct.kernel
@@ -313,12 +313,43 @@ def atomics(x, old, which: ct.Constant[int]):
         before = ct.atomic_add(x, places, values)
     elif name == "max":
         before = ct.atomic_max(x, places, values)
+    elif name == "min":
+        before = ct.atomic_min(x, places, values)
+    elif name == "and":
+        before = ct.atomic_and(x, places, values)
+    elif name == "or":
+        before = ct.atomic_or(x, places, values)
     elif name == "xor":
         before = ct.atomic_xor(x, places, values)
     elif name == "xchg":
         before = ct.atomic_xchg(x, places, values)
     else:
         before = ct.atomic_cas(x, places, values - 3, values)
+    ct.store(old, (0,), before)
+
+
+@ct.kernel
+def atomic_offsets(x, old, which: ct.Constant[int]):
+    name = OPERATIONS[which]
+    memory = x.get_raw_memory()
+    places = ct.arange(8, dtype=ct.int32) % 3
+    values = ct.arange(8, dtype=ct.int32)
+    if name == "add":
+        before = memory.atomic_add_offset(places, values)
+    elif name == "max":
+        before = memory.atomic_max_offset(places, values)
+    elif name == "min":
+        before = memory.atomic_min_offset(places, values)
+    elif name == "and":
+        before = memory.atomic_and_offset(places, values)
+    elif name == "or":
+        before = memory.atomic_or_offset(places, values)
+    elif name == "xor":
+        before = memory.atomic_xor_offset(places, values)
+    elif name == "xchg":
+        before = memory.atomic_xchg_offset(places, values)
+    else:
+        before = memory.atomic_cas_offset(places, values - 3, values)
     ct.store(old, (0,), before)
 
 
@@ -332,12 +363,47 @@ def test_atomic_operations_happen_one_after_the_other(name: str) -> None:
         memory[i % 3] = {
             "add": was + i,
             "max": max(was, i),
+            "min": min(was, i),
+            "and": was & i,
+            "or": was | i,
             "xor": was ^ i,
             "xchg": i,
             "cas": i if was == i - 3 else was,
         }[name]
+    again = x.clone()
     launch((1,), atomics, (x, old, OPERATIONS.index(name)))
     assert x.tolist() == memory and old.tolist() == before
+    old.zero_()
+    launch((1,), atomic_offsets, (again, old, OPERATIONS.index(name)))
+    assert again.tolist() == memory and old.tolist() == before
+
+
+@ct.kernel
+def atomic_views(x, y):
+    v = x.tiled_view((4,))
+    values = ct.load(y, (0,), (4,))
+    v.atomic_store_add((0,), values)
+    v.atomic_store_max((1,), values)
+    v.atomic_store_min((2,), values)
+    v.atomic_store_and((3,), values)
+    v.atomic_store_or((4,), values)
+    v.atomic_store_xor((5,), values)
+
+
+def test_atomic_stores_of_tiles() -> None:
+    x, y = torch.arange(22, dtype=torch.int32), torch.tensor([5, -3, 12, 7], dtype=torch.int32)
+    before = x.clone()
+    launch((1,), atomic_views, (x, y))
+    parts = torch.nn.functional.pad(before, (0, 2)).reshape(6, 4)
+    wanted = [
+        parts[0] + y,
+        torch.maximum(parts[1], y),
+        torch.minimum(parts[2], y),
+        parts[3] & y,
+        parts[4] | y,
+        parts[5] ^ y,
+    ]
+    assert torch.equal(x, torch.cat(wanted)[:22])
 
 
 @ct.kernel
@@ -431,6 +497,17 @@ def test_tensors_allocated_inside_are_watched_until_torch_writes() -> None:
         view = torch.empty(2, 8)[1]
         with pytest.raises(KernelFault, match="never written"):
             ct.launch(None, (1,), reads_all, (view, torch.zeros(8)))
+
+
+def test_inference_mode_is_no_obstacle() -> None:
+    with torch.inference_mode(), interpreted():
+        x = torch.empty(8)
+        x.fill_(1.0)
+        y = torch.empty(8)
+        ct.launch(None, (2,), halves, (x, y))
+        assert torch.equal(x, y)
+        with pytest.raises(KernelFault, match="never written"):
+            ct.launch(None, (1,), reads_all, (uninitialised(torch.zeros(8)), y))
 
 
 def test_integers_that_were_never_written_do_not_look_like_zero() -> None:

@@ -178,6 +178,100 @@ def test_two_tiles_meet_as_the_compiler_says(kernel: Any) -> None:
     assert accepted
 
 
+# --- one tile ---
+
+
+@ct.kernel
+def functions(x):
+    a = ct.load(x, (0,), (4,))
+    r0 = ct.exp(a)
+    r1 = ct.rsqrt(a)
+    r2 = ct.tanh(a)
+    ct.static_eval(note(r0, r1, r2))
+
+
+@ct.kernel
+def strict_functions(x):
+    r = ct.floor(ct.load(x, (0,), (4,)))
+    ct.static_eval(note(r))
+
+
+@ct.kernel
+def signs(x):
+    a = ct.load(x, (0,), (4,))
+    r0 = ct.abs(a)
+    r1 = ct.negative(a)
+    r2 = +a
+    ct.static_eval(note(r0, r1, r2))
+
+
+@ct.kernel
+def inverted(x):
+    r = ct.bitwise_not(ct.load(x, (0,), (4,)))
+    ct.static_eval(note(r))
+
+
+@ct.kernel
+def reductions(x):
+    a = ct.load(x, (0,), (4,)).reshape((2, 2))
+    r0 = ct.sum(a, 0)
+    r1 = ct.prod(a, 1, keepdims=True)
+    r2 = ct.argmax(a, 1)
+    r3 = ct.cumsum(a, 1)
+    r4 = ct.sum(a)
+    ct.static_eval(note(r0, r1, r2, r3, r4))
+
+
+@ct.kernel
+def extremes(x):
+    a = ct.load(x, (0,), (4,)).reshape((2, 2))
+    r0 = ct.max(a, 0)
+    r1 = ct.min(a, (0, 1))
+    ct.static_eval(note(r0, r1))
+
+
+@ct.kernel
+def moved(x):
+    a = ct.load(x, (0,), (4,))
+    b = a.reshape((2, -1))
+    r0 = ct.transpose(b)
+    r1 = ct.cat((b, b), -1)
+    r2 = b[:, None, :]
+    r3 = ct.broadcast_to(a, (2, 2, 4))
+    r4 = ct.extract(b, (0, 1), (2, 1))
+    r5 = a.extract((1,), ()).item()
+    ct.static_eval(note(b, r0, r1, r2, r3, r4, r5))
+
+
+@ct.kernel
+def cast(x):
+    a = ct.load(x, (0,), (4,))
+    r0 = a.astype(ct.float16)
+    r1 = ct.astype(a, torch.int64)
+    r2 = ct.full((2,), 1, a.dtype)
+    r3 = ct.arange(4, dtype=a.dtype)
+    ct.static_eval(note(r0, r1, r2, r3))
+
+
+@ct.kernel
+def rounded(x):
+    r = ct.truediv(ct.load(x, (0,), (4,)), 3.0, rounding_mode=ct.RoundingMode.APPROX)
+    ct.static_eval(note(r))
+
+
+SINGLE = [functions, strict_functions, signs, inverted, reductions, extremes, moved, cast, rounded]
+
+
+@pytest.mark.parametrize("kernel", SINGLE, ids=lambda k: k._pyfunc.__name__)
+def test_one_tile_gives_what_the_compiler_says(kernel: Any) -> None:
+    differing = []
+    for dtype in [*NUMBERS, torch.float8_e4m3fn]:
+        compiled, ours = both(kernel, tensor(dtype, 4))
+        if compiled != ours:
+            differing.append((dtype, compiled, ours))
+    assert not differing
+
+
 # --- loosely typed numbers ---
 
 

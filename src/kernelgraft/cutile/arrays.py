@@ -22,7 +22,12 @@ _TypeError = ct.TileTypeError
 class _Unwritten:
     tensor: weakref.ref[torch.Tensor]
     written: torch.Tensor
-    version: int
+    version: int | None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often torch has written to a tensor; None where it does not count (in inference mode)."""
+    return None if tensor.is_inference() else tensor._version
 
 
 _unwritten: dict[int, _Unwritten] = {}
@@ -46,7 +51,7 @@ def uninitialised(tensor: torch.Tensor) -> torch.Tensor:
     for address in [a for a, entry in _unwritten.items() if entry.tensor() is None]:
         del _unwritten[address]
     written = torch.zeros(count, dtype=torch.bool)
-    _unwritten[storage.data_ptr()] = _Unwritten(weakref.ref(tensor), written, tensor._version)
+    _unwritten[storage.data_ptr()] = _Unwritten(weakref.ref(tensor), written, _version(tensor))
     return tensor
 
 
@@ -67,7 +72,7 @@ def _entry(tensor: torch.Tensor) -> _Unwritten | None:
     if (
         owner is None
         or owner.untyped_storage().data_ptr() != address
-        or owner._version != entry.version
+        or _version(owner) != entry.version
         or owner.element_size() != tensor.element_size()
     ):
         del _unwritten[address]
@@ -79,7 +84,7 @@ def forget_written() -> None:
     """Before a launch: stop watching tensors that torch has written to."""
     for address, entry in list(_unwritten.items()):
         owner = entry.tensor()
-        if owner is None or owner._version != entry.version:
+        if owner is None or _version(owner) != entry.version:
             del _unwritten[address]
 
 
@@ -88,7 +93,7 @@ def settle() -> None:
     for entry in _unwritten.values():
         owner = entry.tensor()
         if owner is not None:
-            entry.version = owner._version
+            entry.version = _version(owner)
 
 
 @dataclass(eq=False)

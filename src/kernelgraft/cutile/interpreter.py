@@ -87,7 +87,7 @@ class _Host(TorchFunctionMode):
             elif func is torch.Tensor.cuda:
                 return args[0]
         found = func(*args, **options)
-        if self.mark and func in _EMPTY and isinstance(found, torch.Tensor):
+        if self.mark and func in _EMPTY and isinstance(found, torch.Tensor) and not found.is_inference():
             uninitialised(found)
         return found
 

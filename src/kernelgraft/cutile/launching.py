@@ -91,6 +91,8 @@ def _grid(grid: Sequence[int]) -> tuple[int, int, int]:
     if not 1 <= len(sizes) <= 3 or any(size < 0 for size in sizes):
         raise ValueError(f"a grid has one to three sizes that are not negative, got {tuple(grid)}")
     x, y, z = (*sizes, 1, 1, 1)[:3]
+    if x > 2**31 - 1 or max(y, z) > 65_535:
+        raise ValueError(f"a GPU takes grids up to (2147483647, 65535, 65535), got {tuple(grid)}")
     return x, y, z
 
 

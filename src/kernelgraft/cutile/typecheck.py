@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -22,7 +23,8 @@ from cuda.tile.compilation import (
 from kernelgraft.cutile.dtypes import as_dtype
 from kernelgraft.cutile.promotion import axis_of
 
-_checked: set[Any] = set()
+_checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+"""Kernel function → the signatures for which the front end has accepted it."""
 
 
 def _array(tensor: torch.Tensor, annotation: Any) -> Any:
@@ -102,11 +104,11 @@ def front_end(kernel: Any, args: Sequence[Any]) -> Any:
 def check_types(kernel: Any, args: Sequence[Any]) -> None:
     """Raise what the compiler would raise about this kernel with such arguments; remembered per signature."""
     nodes = kernel._annotated_function.parameter_annotations
-    key = (kernel._pyfunc, tuple(_described(value, node) for value, node in zip(args, nodes, strict=True)))
-    if key in _checked:
-        return
-    front_end(kernel, args)
-    _checked.add(key)
+    key = tuple(_described(value, node) for value, node in zip(args, nodes, strict=True))
+    accepted = _checked.setdefault(kernel._pyfunc, set())
+    if key not in accepted:
+        front_end(kernel, args)
+        accepted.add(key)
 
 
 def _described(value: Any, node: Any) -> Any:

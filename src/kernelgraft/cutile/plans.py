@@ -1,0 +1,85 @@
+"""Launch plans: everything about a launch that depends on shapes and dtypes only, worked out once and kept.
+
+A kernel's launcher looks its plan up by shape and calls `fire`: on a GPU that is `ct.launch` on torch's current stream
+with nothing else in between, on a CPU it is the interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+LARGEST_EXTENT = 2**31
+"""Elements between the first and the last of one launch's tensor; kernels count in int32, larger ones are split."""
+LARGEST_GRID = 2**16
+"""Blocks of one launch; a kernel's blocks take further tiles in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A kernel with its compiler hints, its grid and the arguments that follow the tensors."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: tuple[Any, ...]
+
+
+def fire(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Launch a plan on tensors of one device."""
+    first = tensors[0]
+    if not first.is_cuda:
+        from kernelgraft.cutile.interpreter import launch
+
+        launch(plan.grid, plan.kernel, (*tensors, *plan.constants))
+        return
+    device = first.get_device()
+    if device == torch._C._cuda_getDevice():
+        ct.launch(torch._C._cuda_getCurrentRawStream(device), plan.grid, plan.kernel, (*tensors, *plan.constants))
+    else:
+        with torch.cuda.device(device):
+            fire(plan, tensors)
+
+
+@functools.lru_cache(maxsize=256)
+def hinted(kernel: Any, occupancy: int | None, worker_warps: int | None) -> Any:
+    """A kernel with compiler hints; the same object for the same hints, as each object compiles anew."""
+    if occupancy is None and worker_warps is None:
+        return kernel
+    return kernel.replace_hints(occupancy=occupancy, num_worker_warps=worker_warps)
+
+
+@functools.lru_cache(maxsize=16)
+def processors(device: int) -> int:
+    """Multiprocessors of a CUDA device; those of an H200 for -1, the CPU."""
+    return 132 if device < 0 else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor, both counted."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def eager(*tensors: torch.Tensor | None) -> bool:
+    """True if a launcher may run at once: nothing traces, no gradient is wanted, all tensors are plain.
+
+    Otherwise the custom op has to be called, through torch's dispatcher.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None:
+            if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+                return False
+            if grad and tensor.requires_grad:
+                return False
+    return True
