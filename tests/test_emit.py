@@ -248,13 +248,17 @@ def test_what_cannot_be_applied_changes_nothing(
         applying.apply_tilegym_kernel_to_gemma2(model=model)
     with applying.apply_tilegym_kernel_to_qwen3(), pytest.raises(RuntimeError, match="patched already"):
         applying.apply_tilegym_kernel_to_qwen3()
-    last = importlib.import_module(f"{PACKAGE}.transformers.qwen3.monkey_patch_residual_norm")
+    computes = list(dict.fromkeys(p.family for p in made["qwen3"].graft.accepted))
+    last = importlib.import_module(f"{PACKAGE}.transformers.qwen3.monkey_patch_{computes[-1]}")
     monkeypatch.setattr(
         last, "targets", lambda: [t for t in targets() if not setattr(t, "_source", (t._source[0], "0" * 64))]
     )
-    targets = importlib.import_module(f"{PACKAGE}.transformers.qwen3.monkey_patch_rms_norm").targets
+    targets = importlib.import_module(f"{PACKAGE}.transformers.qwen3.monkey_patch_{computes[0]}").targets
     with pytest.raises(RuntimeError, match="is not the one that this package was written for"):
-        applying.apply_tilegym_kernel_to_qwen3(rms_norm=False)
+        applying.apply_tilegym_kernel_to_qwen3(**{computes[0]: False})
+    monkeypatch.setitem(sys.modules, last.__name__, None)
+    with pytest.raises(ImportError):
+        applying.apply_tilegym_kernel_to_qwen3()
     assert all(before[k] is v for k, v in snapshot(model).items())
 
 
@@ -387,8 +391,9 @@ class Box:
         return helper(x) * LIMIT
 
 
-def kernel(x, scale=1):
+def kernel(x, scale=1, helper=None):
     LIMIT = scale
+    assert helper is None
     return Box().helper(x) * LIMIT
 """
     merged = Merged({"torch"}, bound={"torch": "import torch"})
