@@ -384,6 +384,12 @@ def test_solutions_say_what_they_are() -> None:
     assert {s.meta.match for s in candidates(offset)} == {"adapter"}
 
 
+needs_compiler = pytest.mark.skipif(
+    machine.cxx_compiler() is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
+
+
+@needs_compiler
 def test_names_are_unique_across_definitions() -> None:
     shapes = [norm_definition("rms_norm", next(rms_semantics()), d, d) for d in (F32, BF16)]
     first, second = (d.model_copy(update={"name": f"rms_{n}"}) for n, d in enumerate(shapes))
@@ -406,6 +412,7 @@ def test_refusals_say_why() -> None:
     assert isinstance(refused, Refusal) and "float8_e4m3fn" in refused.reason
 
 
+@needs_compiler
 def test_inductor_compiles_the_reference() -> None:
     definition = ALL["rms_norm-1-torch.float32-torch.float32"]
     (solution,) = candidates(definition, "inductor")
