@@ -107,7 +107,17 @@ def residual_definition(order: str, family: str, norm: dict[str, Any], dtype: to
 def rope_definition(variant: Variant, dtype: torch.dtype, table: torch.dtype, *, with_k: bool = True) -> Definition:
     semantics = {
         name: getattr(variant, name)
-        for name in ("pairs_in", "pairs_out", "rotary_dim", "head_dim", "placement", "table", "compute", "cast")
+        for name in (
+            "pairs_in",
+            "pairs_out",
+            "rotary_dim",
+            "head_dim",
+            "placement",
+            "direction",
+            "table",
+            "compute",
+            "cast",
+        )
     }
     heads_first = variant.leading != (1,) and variant.rank == 4
     names = ["batch_size", "num_heads", "seq_len"] if heads_first else ["batch_size", "seq_len", "num_heads"]
@@ -156,6 +166,8 @@ def rope_variants() -> Iterator[Variant]:
     yield Variant("half", "half", "full", "first", 8, 24, 4, (0, 2), swapped=False, compute="float32", cast=False)
     yield Variant("half", "half", "full", "first", 24, 24, 3, (0,), swapped=False)
     yield plain
+    for pairs, table in itertools.product(("half", "interleaved"), ("full", "half", "complex")):
+        yield Variant(pairs, pairs, table, "first", 24, 24, 4, (0, 2), swapped=False, direction="backward")
 
 
 def gated_definition(variant: gated_mlp.Variant, dtype: torch.dtype) -> Definition:

@@ -57,6 +57,7 @@ class _Writer:
         self.wide = promoted(self.dtype, table, *(["float32"] if self._is(compute="float32") else []))
         self.r: int = self.semantics["rotary_dim"]
         self.rest: int = self.semantics["head_dim"] - self.r
+        self.forward = self._is(direction="forward")
 
     def _is(self, **wanted: str) -> bool:
         return all(self.semantics[name] == value for name, value in wanted.items())
@@ -82,24 +83,35 @@ class _Writer:
         a, b = self._pairs("x")
         if self.complex:
             # A complex view needs pairs that begin at even places; only a new tensor is sure to have them there.
-            y = f"torch.view_as_complex(x.unflatten(-1, ({self.r // 2}, 2)).clone()) * freqs"
+            turned = "freqs" if self.forward else "freqs.conj()"
+            y = f"torch.view_as_complex(x.unflatten(-1, ({self.r // 2}, 2)).clone()) * {turned}"
             return self._turned([], f"torch.view_as_real({y}).flatten(-2)")
         if not self._is(table="full"):
-            y = self._glue("(a * cos).addcmul_(b, sin, value=-1)", "(b * cos).addcmul_(a, sin)")
+            first, second = self._signs("b, sin", "a, sin")
+            y = self._glue(f"(a * cos).addcmul_({first})", f"(b * cos).addcmul_({second})")
             return self._turned([f"a, b = {a}, {b}"], y)
         if self._is(pairs_in="half", pairs_out="half"):
             half = self.r // 2
-            lines = [f"crossed = x.roll({half}, -1)", f"crossed.narrow(-1, 0, {half}).neg_()"]
+            lines = [
+                f"crossed = x.roll({half}, -1)",
+                f"crossed.narrow(-1, {0 if self.forward else half}, {half}).neg_()",
+            ]
             return self._turned(lines, "(x * cos).addcmul_(crossed, sin)")
         straight = "x" if self._is(pairs_out=self.semantics["pairs_in"]) else self._glue("a", "b")
-        crossed = self._glue("b.neg()", "a")
+        crossed = self._glue("b.neg()", "a") if self.forward else self._glue("b", "a.neg()")
         return self._turned([f"a, b = {a}, {b}"], f"({straight} * cos).addcmul_({crossed}, sin)")
 
     def halves(self) -> list[str]:
         """The body of `turn` without a crossed copy: two multiply-adds into views of the product."""
         (a, b), (sin_a, sin_b), (first, second) = (self._pairs(name) for name in ("x", "sin", "y"))
-        lines = ["y = x * cos", f"{first}.addcmul_({b}, {sin_a}, value=-1)", f"{second}.addcmul_({a}, {sin_b})"]
+        into_first, into_second = self._signs(f"{b}, {sin_a}", f"{a}, {sin_b}")
+        lines = ["y = x * cos", f"{first}.addcmul_({into_first})", f"{second}.addcmul_({into_second})"]
         return self._turned(lines, "y")
+
+    def _signs(self, first: str, second: str) -> tuple[str, str]:
+        """Arguments of the multiply-adds of both channels of a pair: one of them is subtracted."""
+        minus = ", value=-1"
+        return (first + minus, second) if self.forward else (first, second + minus)
 
     def _prepared(self) -> list[str]:
         """The tables with axes of size 1 where q has some and they have none."""
