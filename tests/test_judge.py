@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -105,6 +106,12 @@ def test_a_refused_captured_call_is_counted(judge: Judge) -> None:
     calls = captured(RMS, (1, 7), (1, 1), (1, 50))
     found = judge.verify(solution(RMS, HONEST, guard=Guard(max_axes={"seq_len": 40})), RMS, calls)
     assert found.status is Status.PASSED and found.refused >= 1
+
+
+def test_weights_that_ask_for_gradients_are_served_all_the_same(judge: Judge) -> None:
+    calls = [replace(c, inputs=(c.inputs[0], torch.nn.Parameter(c.inputs[1]))) for c in captured(RMS)]
+    found = judge.verify(solution(RMS, HONEST, guard=Guard(autograd=False)), RMS, calls)
+    assert found.status is Status.PASSED, found.reason
 
 
 def test_the_original_is_the_yardstick(judge: Judge) -> None:
@@ -488,6 +495,11 @@ def test_overflow_may_be_right_or_as_the_original_has_it() -> None:
     small = torch.tensor([3.0, 1.0], dtype=torch.float64)
     assert compare(torch.tensor([7.0, 1.0]), overflowed, small).wrong is None
     assert compare(torch.tensor([7.0, 1.1]), overflowed, small).wrong is not None
+    # It may come out finite, as one over an infinite variance: then a NaN is no worse, but elsewhere it is.
+    nan, vanished = float("nan"), torch.tensor([0.0, 1.0])
+    assert compare(torch.tensor([nan, 1.0]), vanished, small).wrong is None
+    assert compare(torch.tensor([0.0, nan]), vanished, small).wrong is not None
+    assert compare(torch.tensor([nan, 1.0]), torch.tensor([3.0, 1.0]), small).wrong is not None
 
 
 def test_an_original_that_is_no_yardstick_lifts_no_bound() -> None:
@@ -620,6 +632,33 @@ assert torch.zeros(3).tolist() == [0, 0, 0] and early is not torch.empty_like
 
 def test_allocating_functions_hand_out_garbage() -> None:
     subprocess.run([sys.executable, "-c", POISONED], env=machine.child_environment(), check=True)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system call is Linux's")
+def test_a_job_does_not_outlive_a_killed_zygote(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    source = f"""
+    import os
+    with open({str(note)!r}, "a") as file:
+        file.write(str(os.getpid()) + chr(10))
+    while True: pass
+    """
+    with Judge(replace(FEW, static_gate=False, timeout_s=3.0), family=lambda name: FAMILY) as judge:
+        process = judge._zygote.process
+        assert process is not None
+
+        def kill() -> None:
+            while not note.exists() or not note.read_text().endswith("\n"):
+                time.sleep(0.01)
+            process.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        found = judge.verify(solution(RMS, textwrap.dedent(source) + HONEST), RMS, captured(RMS))
+        killer.join()
+    assert found.status is Status.TIMEOUT, "it was tried again by a new zygote"
+    pids = [int(line) for line in note.read_text().split()]
+    assert len(pids) == 2 and not any(map(_running, pids))
 
 
 def test_a_lost_zygote_is_replaced(judge: Judge) -> None:

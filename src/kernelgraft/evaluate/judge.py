@@ -95,7 +95,8 @@ class Judge:
             raise UsageError(f"definition `{definition.name}` has no captured call: run the research again")
         started = machine.clock()
         trial = _Trial(solution, definition, original)
-        failure = self._before(trial) or self._run(trial, captured)
+        with torch.no_grad():  # weights among the captured inputs may ask for gradients, which is no reason to refuse
+            failure = self._before(trial) or self._run(trial, captured)
         return _evaluation(trial, failure, machine.clock() - started)
 
     def _before(self, trial: _Trial) -> Failure | None:

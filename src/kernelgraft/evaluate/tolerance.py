@@ -36,8 +36,9 @@ DEGENERATE = 0.1
 the other right answer, and a Solution must be close to that one (with `DEGENERATE_SLACK` times the floors, since its
 rounding error is unknown) or to the exact one."""
 DEGENERATE_SLACK = 4.0
-GRADIENT_SLACK = 4.0
-"""The floors are this much higher for gradients, which pass twice as many roundings; a wrong formula is off by more."""
+GRADIENT_SLACK = 16.0
+"""The floors are this much higher for gradients, whose intermediates are rounded too: torch's own fused backward passes
+in bfloat16 are off by two eps where a written-out one in float32 is off by 0.2. A wrong formula is off by far more."""
 TINY_DENOMINATOR = 1e-8
 """Added to the exact magnitude in the reported largest relative error, as FlashInfer-Bench does."""
 
@@ -77,19 +78,17 @@ def compare(
         return Comparison(wrong, math.inf if different else 0.0, gap, gap)
     info = torch.finfo(native.dtype)
     a, n, e = actual.double(), native.double(), exact.double()
-    if bool((overflowed := ~n.isfinite() & (e.abs() < info.max)).any()):
-        a, n = torch.where(overflowed, e, a), torch.where(overflowed, e, n)
-    finite = bool(a.isfinite().all()) and bool(n.isfinite().all()) and bool((e.abs() < info.max).all())
-    if nan_may_vanish and bool((both := n.isnan() & e.isnan() & a.isfinite()).any()):
-        a = torch.where(both, e, a)
-    if not finite and (places := _class_differs(a, n, e, info)) > 0:
-        return Comparison(
-            f"{name} has NaN, inf or finite values in {places} of {a.numel()} places where neither the original nor "
-            "float64 has them",
-            math.inf,
-            math.inf,
-            math.inf,
-        )
+    if not (bool(a.isfinite().all()) and bool(n.isfinite().all()) and bool((e.abs() < info.max).all())):
+        free = _unasked(a, n, e, info, nan_may_vanish)
+        a, n = torch.where(free, e, a), torch.where(free, e, n)
+        if (places := _class_differs(a, n, e, info)) > 0:
+            return Comparison(
+                f"{name} has NaN, inf or finite values in {places} of {a.numel()} places where neither the original "
+                "nor float64 has them",
+                math.inf,
+                math.inf,
+                math.inf,
+            )
     ratio = RATIO_WARNED if warned else RATIO_SMALL if a.numel() < SMALL else RATIO
     first = _against(a, n, e, native.dtype, ratio, name, slack=GRADIENT_SLACK if gradient else 1.0)
     if first.wrong is not None and _relative(n, e) > DEGENERATE:
@@ -140,6 +139,20 @@ def _against(
         )
     relative = float((error / (magnitude + TINY_DENOMINATOR)).max())
     return Comparison(wrong, rms / max(own_rms, floor), largest, relative)
+
+
+def _unasked(
+    a: torch.Tensor, n: torch.Tensor, e: torch.Tensor, info: torch.finfo, nan_may_vanish: bool
+) -> torch.Tensor:
+    """Places where the original overflowed on the way and the exact result does not: there it is no yardstick."""
+    fits = e.abs() < info.max
+    free = ~n.isfinite() & fits
+    if _relative(n, e) > DEGENERATE:
+        # It may also come out finite: one over an infinite variance is 0.
+        free |= ~a.isfinite() & fits & ((n - e).abs() > 0.5 * e.abs())
+    if nan_may_vanish:
+        free |= n.isnan() & e.isnan() & a.isfinite()
+    return free
 
 
 def _class_differs(a: torch.Tensor, n: torch.Tensor, e: torch.Tensor, info: torch.finfo) -> int:

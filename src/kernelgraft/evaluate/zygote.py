@@ -7,6 +7,7 @@ does not touch a GPU: only its children do. Where the system cannot fork, each j
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -28,6 +29,8 @@ GRACE_S = 120.0
 """How long after a job's timeout the zygote may take to answer, loading modules included, before it is given up."""
 MODULES = ("torch.fx.experimental.symbolic_shapes",)
 """Loaded beforehand: the first backward pass of a process imports it, half a second."""
+PR_SET_PDEATHSIG = 1
+"""Linux: a job does not outlive the zygote, however that ends."""
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor.compile_fx")
 """Loaded before the fork for Solutions that compile: seconds that each child would otherwise spend again."""
 ENVIRONMENT = {
@@ -198,6 +201,8 @@ def _job(main: Any, folder: Path) -> None:
     status = 70
     try:
         os.setsid()
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
