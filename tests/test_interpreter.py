@@ -231,6 +231,26 @@ def test_the_compilers_errors_are_raised() -> None:
         launch((1,), pythonic, (torch.zeros(4), y, 5, (7, 8), True))
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@ct.kernel
+def told_apart(x, y):
+    kind = 0
+    if x.dtype == torch.float32:
+        kind = 1
+    if x.dtype in HALVES and x.dtype != torch.bfloat16:
+        kind = 2
+    ct.store(y, (0,), kind)
+
+
+def test_dtypes_of_torch_are_those_of_cutile() -> None:
+    y = torch.zeros(1, dtype=torch.int32)
+    for dtype, kind in ((torch.float32, 1), (torch.float16, 2), (torch.bfloat16, 0)):
+        launch((1,), told_apart, (torch.zeros(1, dtype=dtype), y))
+        assert y.item() == kind
+
+
 @ct.kernel
 def accumulates_a_number(x, y):
     total = 0.0

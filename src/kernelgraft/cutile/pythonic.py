@@ -13,6 +13,7 @@ import cuda.tile as ct
 from cuda.tile._datatype import is_integral, is_signed
 
 from kernelgraft.cutile import bits, elementwise, mathematics
+from kernelgraft.cutile.arrays import ArrayList
 from kernelgraft.cutile.dtypes import DType
 from kernelgraft.cutile.faults import block, fault
 from kernelgraft.cutile.making import astype, construct
@@ -105,6 +106,10 @@ def _either(name: Callable[..., Any], builtin: Callable[..., Any]) -> Callable[.
         return name(*values) if any(isinstance(v, Tile) for v in values) else builtin(*values)
 
     return function
+
+
+def _length(x: Any) -> Any:
+    return int32(len(x)) if isinstance(x, ArrayList) else len(x)
 
 
 def cdiv(x: Any, y: Any, /) -> Any:
@@ -207,6 +212,7 @@ stand_ins.update(
         float: _constant_only(float),
         int: _constant_only(int),
         bool: _truth,
+        len: _length,
         print: print_,
         ct.cdiv: cdiv,
         ct.DType: lambda dtype: partial(construct, dtype),

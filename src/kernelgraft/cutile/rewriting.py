@@ -19,6 +19,7 @@ from typing import Any
 import cuda.tile as ct
 
 from kernelgraft.cutile.bits import invert
+from kernelgraft.cutile.dtypes import as_dtype, is_dtype
 from kernelgraft.cutile.elementwise import made
 from kernelgraft.cutile.promotion import typed
 from kernelgraft.cutile.tiles import Tile
@@ -75,6 +76,13 @@ class Runtime:
         if type(value) is tuple:
             return tuple(Runtime.carried(item) for item in value)
         return value
+
+    @staticmethod
+    def dtypes(value: Any) -> Any:
+        """A dtype of torch or NumPy, also in a tuple, as cuTile's: what the compiler compares."""
+        if type(value) is tuple:
+            return tuple(Runtime.dtypes(item) for item in value)
+        return as_dtype(value) if not isinstance(value, Tile) and is_dtype(value) else value
 
     @staticmethod
     def negate(value: Any) -> Any:
@@ -158,6 +166,10 @@ def _runtime(method: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(target, list(arguments), [])
 
 
+def _as_dtype(node: ast.expr) -> ast.expr:
+    return node if isinstance(node, ast.Constant) else ast.copy_location(_runtime("dtypes", node), node)
+
+
 class _Rewriter(ast.NodeTransformer):
     """Replaces calls, `not`, conditional expressions, and types what loops and branches carry."""
 
@@ -179,6 +191,13 @@ class _Rewriter(ast.NodeTransformer):
             return node
         self.generic_visit(node)
         node.func = ast.copy_location(_runtime("call", node.func), node.func)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if any(isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn) for operator in node.ops):
+            node.left = _as_dtype(node.left)
+            node.comparators = [_as_dtype(operand) for operand in node.comparators]
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
