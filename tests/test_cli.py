@@ -162,7 +162,17 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
         "inventory": ["--json"],
         "plan": ["--json", "--suppliers"],
         "integrate": ["--device", "--force", "--json", "--policy", "--trust-remote-code"],
-        "bench": ["--batch", "--cache", "--device", "--dtype", "--graft", "--json", "--new-tokens", "--pairs"],
+        "bench": [
+            "--batch",
+            "--cache",
+            "--device",
+            "--dtype",
+            "--graft",
+            "--json",
+            "--new-tokens",
+            "--pairs",
+            "--use-cutile",
+        ],
         "export": ["--dest", "--format", "--overwrite", "--package"],
         "run": sorted([*common, "--force", "--new-tokens", "--pairs", "--policy", "--suppliers"]),
     }

@@ -258,3 +258,17 @@ def test_the_card_knows_the_configuration_not_the_path() -> None:
     assert model_card(one.model) == model_card(two.model)
     two.model.config.rms_norm_eps = 0.5
     assert model_card(one.model).config_sha256 != model_card(two.model).config_sha256
+
+
+def test_a_graft_can_be_restricted_to_a_language() -> None:
+    loaded = hand_made.load("llama")
+    graft = hand_made.make_graft(loaded, only={"rms_norm", "gated_mlp"})
+    name = next(n for n, s in graft.solutions.items() if s.meta.family == "rms_norm")
+    tile = graft.solutions[name].model_copy(
+        update={"spec": graft.solutions[name].spec.model_copy(update={"language": "cuda-tile"})}
+    )
+    graft = graft.model_copy(update={"solutions": {**graft.solutions, name: tile}})
+    kept = pipeline.restricted(graft, language="cuda-tile")
+    assert {n for p in kept.accepted for n in p.solutions} == {name}
+    assert all(p.reason and "cuda-tile" in p.reason for p in kept.patches if p.status == "rejected")
+    assert not pipeline.restricted(graft, language="triton").accepted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,6 @@ def inventory(
 
     from kernelgraft import machine
     from kernelgraft.report import inventory_table
-    from kernelgraft.store import Inventory
     from kernelgraft.suppliers import all_suppliers
 
     card = machine.read()
@@ -107,7 +107,6 @@ def inventory(
         _wrote_json(answer, Path("-"))
         return
     Console().print(inventory_table(listings, stored))
-    del Inventory
 
 
 @app.command()
@@ -172,6 +171,7 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per run.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per run.")] = 1,
     cache: Annotated[str, typer.Option(help="dynamic or static.")] = "dynamic",
+    use_cutile: Annotated[bool, typer.Option("--use-cutile", help="Of the graft, only its cuTile Solutions.")] = False,
     json_file: Json = None,
     dtype: Dtype = None,
     device: Device = "cpu",
@@ -179,7 +179,9 @@ def bench(
     """Generate with the original and with the graft, in fresh processes, interleaved."""
     from kernelgraft.report import bench_table
 
-    result = _bench(model, graft, pairs, new_tokens, batch, _cache(cache), dtype, device)
+    with tempfile.TemporaryDirectory() as folder:
+        used = _only_cutile(graft, Path(folder)) if graft and use_cutile else graft
+        result = _bench(model, used, pairs, new_tokens, batch, _cache(cache), dtype, device)
     if not _wrote_json(result.model_dump(mode="json"), json_file):
         Console().print(bench_table(result))
 
@@ -273,6 +275,20 @@ def _bench(
             device=device,
             progress=progress,
         )
+
+
+def _only_cutile(folder: Path, scratch: Path) -> Path:
+    """A graft whose other seats are empty; the graft itself, which is said, if it seats no cuTile Solution."""
+    from kernelgraft.pipeline import restricted
+    from kernelgraft.records import Graft
+    from kernelgraft.store import Inventory
+
+    graft = restricted(_existing(folder).load_record("graft", Graft), language="cuda-tile")
+    if not graft.accepted:
+        people.print("the graft seats no cuTile Solution: its own Solutions are used")
+        return folder
+    Inventory(scratch).save_record("graft", graft)
+    return scratch
 
 
 def _load(model: str, dtype: str | None, device: str, trust_remote_code: bool) -> Loaded:

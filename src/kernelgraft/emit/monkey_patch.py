@@ -27,7 +27,7 @@ import jinja2
 import torch
 from safetensors.torch import save as dump_tensors
 
-from kernelgraft import __version__
+from kernelgraft import machine
 from kernelgraft.emit import testing
 from kernelgraft.emit.computes import Compute, build, source_sha256, unservable
 from kernelgraft.errors import UsageError
@@ -35,6 +35,7 @@ from kernelgraft.records import Graft
 from kernelgraft.sites.attention import InterfaceProxy
 from kernelgraft.store import Inventory
 
+VERSION = machine.version("kernelgraft") or "(not installed)"
 HEADER = "Written by `kernelgraft export`"
 MOST_CAPTURED_BYTES = 64 * 1024
 MOST_CAPTURED = 4
@@ -71,7 +72,7 @@ def write(
     sites = [site for c in computes for t in c.targets.values() for site in t.sites]
     small = testing.small(full, sites)
     common = {
-        "header": f"{HEADER} {__version__}.",
+        "header": f"{HEADER} {VERSION}.",
         "package": package,
         "submodule": submodule,
         "model_type": graft.model.type,
@@ -96,10 +97,10 @@ def write(
     files["patching.py"] = _render("patching.py.j2", {**common, **_embedded()})
     files["checking.py"] = _render("checking.py.j2", common)
     files[f"bench_{submodule}.sh"] = _render("bench.sh.j2", {**common, **_bench(graft, inventory)})
-    files["__init__.py"] = f'"""Kernels for transformers models. {HEADER} {__version__}."""\n'
+    files["__init__.py"] = f'"""Kernels for transformers models. {HEADER} {VERSION}."""\n'
     for name, text in files.items():
         _put(stage / "transformers" / name, text)
-    _put(stage / "__init__.py", f'"""Kernels of `{package}`. {HEADER} {__version__}."""\n')
+    _put(stage / "__init__.py", f'"""Kernels of `{package}`. {HEADER} {VERSION}."""\n')
 
 
 def write_apply(folder: Path, package: str) -> None:
@@ -115,7 +116,7 @@ def write_apply(folder: Path, package: str) -> None:
             submodules.append(
                 {"name": init.parent.name, "model_type": found["MODEL_TYPE"], "computes": found["COMPUTES"]}
             )
-    context = {"header": f"{HEADER} {__version__}.", "package": package, "submodules": submodules}
+    context = {"header": f"{HEADER} {VERSION}.", "package": package, "submodules": submodules}
     _put(folder / "monkey_patch.py", _render("apply.py.j2", context))
 
 

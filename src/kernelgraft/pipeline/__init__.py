@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernelgraft.pipeline.integration import Integration, integrate, make_graft, run_integration
+from kernelgraft.pipeline.integration import Integration, integrate, make_graft, restricted, run_integration
 from kernelgraft.pipeline.planning import already, candidates, make_plan, planned
 from kernelgraft.pipeline.progress import Progress, silent
 from kernelgraft.pipeline.researching import PROMPT, computes_of, recapture, research
@@ -20,6 +20,7 @@ __all__ = [
     "planned",
     "recapture",
     "research",
+    "restricted",
     "run_integration",
     "silent",
 ]

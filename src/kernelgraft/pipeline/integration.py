@@ -114,6 +114,26 @@ def make_graft(
     return graft
 
 
+def restricted(graft: Graft, *, language: str) -> Graft:
+    """The graft with only the seats whose Solutions are written in `language`; a patch that loses all is rejected."""
+    patches = []
+    for patch in graft.patches:
+        seats = tuple(
+            s.model_copy(update={"seated": s.seated and _language(graft, s) == language}) for s in patch.seats
+        )
+        kept = any(s.seated for s in seats)
+        update: dict[str, Any] = {"seats": seats}
+        if patch.status == "accepted" and not kept:
+            update |= {"status": "rejected", "reason": f"no Solution in {language} is seated"}
+        patches.append(patch.model_copy(update=update))
+    return graft.model_copy(update={"patches": tuple(patches)})
+
+
+def _language(graft: Graft, seat: Seat) -> str | None:
+    solution = graft.solutions.get(seat.solution or "")
+    return None if solution is None else solution.spec.language
+
+
 def _suppliers(given: Sequence[str] | Sequence[Supplier] | None) -> list[Supplier]:
     if given and isinstance(given[0], Supplier):
         return list(given)  # type: ignore[arg-type]

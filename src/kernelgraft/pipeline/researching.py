@@ -166,6 +166,7 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
             inventory.save_definition(definition)
     for bound in stored:
         _store(inventory, bound)
+    inventory.save_record("config", model.config.to_dict())
     inventory.save_record("research", record)
     return record, list(computes.values())
 
