@@ -1,0 +1,352 @@
+"""activation(gate) * up, of two tensors or of one that holds both.
+
+Arithmetic is float32; the activation is rounded to the gate's dtype before the product unless `upcast`. Gradients are
+computed by torch from the same formula in float32.
+"""
+
+# ruff: noqa: SIM109
+# mypy: disable-error-code="no-untyped-def"
+# In a kernel a constant chooses a branch, which Python's shorter forms do not; tile functions take no annotations.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch.nn import functional
+
+from kernelgraft.cutile.plans import LARGEST_EXTENT, LARGEST_GRID, Plan, eager, extent, fire, power_of_two, processors
+from kernelgraft.kernels import rows
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "identity": lambda x: x,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.square(torch.relu(x)),
+    "relu6": functional.relu6,
+    "leaky_relu": functional.leaky_relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "mish": functional.mish,
+    "elu": functional.elu,
+    "softplus": functional.softplus,
+    "hardswish": functional.hardswish,
+}
+"""What the kernel computes, by name; a name's place is its number in the kernel."""
+ALIASES = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_python": "gelu", "silu_python": "silu"}
+"""The same functions under names that say in which steps they are written."""
+
+SEPARATE, GATE_FIRST, UP_FIRST, MIXED_GATE_FIRST, MIXED_UP_FIRST = 0, 1, 2, 3, 4
+PACKED = {
+    "gate_first": GATE_FIRST,
+    "up_first": UP_FIRST,
+    "interleaved_gate_first": MIXED_GATE_FIRST,
+    "interleaved_up_first": MIXED_UP_FIRST,
+}
+"""How one tensor holds both."""
+UNLIMITED, BEFORE, AFTER = 0, 1, 2
+CLAMPS = {None: UNLIMITED, "before": BEFORE, "after": AFTER}
+"""Whether the gate is limited, and where: before or after its activation; the other factor then is too."""
+
+TILE_ELEMENTS = 2048
+WIDEST_TILE = 2048
+
+(IDENTITY, SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, RELU6, LEAKY_RELU, SIGMOID, TANH, MISH, ELU, SOFTPLUS,
+ HARDSWISH) = range(len(ACTIVATIONS))  # fmt: skip
+
+
+def logistic(x):
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + ct.exp(-x))
+
+
+def doubled_normal(z):
+    """1 + erf(z) in float32, without cancellation for negative z.
+
+    Near zero erf(z) / z is a polynomial in z²; further out erfc(t) exp(t²) (1 + 0.4 t) is one in 1 / (1 + 0.4 t). Both
+    are least-squares fits on Chebyshev points, good to 7e-10 and 4e-8.
+    """
+    s = ct.minimum(z * z, 0.9025)
+    near = -8.10444180e-4 + s * 8.20979694e-5
+    near = 5.19764237e-3 + s * near
+    near = -2.68580317e-2 + s * near
+    near = 1.12836711e-1 + s * near
+    near = -3.76126319e-1 + s * near
+    near = 1.12837923 + s * near
+    t = ct.minimum(ct.abs(z), 10.0)
+    u = 1.0 / (1.0 + 0.4 * t)
+    far = 2.44081765e-1 - u * 1.16441727e-1
+    far = 7.75450235e-3 + u * far
+    far = 2.13332012e-1 + u * far
+    far = 1.98696822e-1 + u * far
+    far = 2.26706132e-1 + u * far
+    far = 2.25626141e-1 + u * far
+    far = u * far * ct.exp(-t * t)
+    far = ct.where(z < 0.0, far, 2.0 - far)
+    return ct.where(ct.abs(z) < 0.95, 1.0 + z * near, far)
+
+
+def logarithm_of_one_plus(e):
+    """log(1 + e) for e >= 0, also where 1 + e rounds."""
+    u = 1.0 + e
+    step = u - 1.0
+    return ct.where(step > 0.0, ct.log(u) * (e / ct.where(step > 0.0, step, 1.0)), e)
+
+
+def exponential_minus_one(x):
+    """exp(x) - 1 for x <= 0, also where exp(x) is close to one."""
+    u = ct.exp(x)
+    step = u - 1.0
+    close = (u > 0.3) & (u < 1.0)
+    return ct.where(close, step * x / ct.log(ct.where(close, u, 0.5)), ct.where(u < 1.0, step, x))
+
+
+def activated(x, ACT):
+    """The activation of a float32 tile."""
+    if ACT == SILU:
+        x = x / (1.0 + ct.exp(-x))
+    elif ACT == GELU:
+        x = 0.5 * x * doubled_normal(x * 0.70710678118654752)
+    elif ACT == GELU_TANH:
+        x = 0.5 * x * (1.0 + ct.tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))
+    elif ACT == QUICK_GELU:
+        x = x * logistic(1.702 * x)
+    elif ACT == RELU:
+        x = ct.maximum(x, 0.0, propagate_nan=True)
+    elif ACT == RELU2:
+        x = ct.maximum(x, 0.0, propagate_nan=True)
+        x = x * x
+    elif ACT == RELU6:
+        x = ct.minimum(ct.maximum(x, 0.0, propagate_nan=True), 6.0, propagate_nan=True)
+    elif ACT == LEAKY_RELU:
+        x = ct.where(x > 0.0, x, 0.01 * x)
+    elif ACT == SIGMOID:
+        x = logistic(x)
+    elif ACT == TANH:
+        x = ct.tanh(x)
+    elif ACT == MISH:
+        e = ct.exp(ct.minimum(x, 20.0, propagate_nan=True))
+        n = e * (e + 2.0)
+        x = ct.where(x > 20.0, x, x * (n / (n + 2.0)))
+    elif ACT == ELU:
+        x = ct.where(x > 0.0, x, exponential_minus_one(ct.minimum(x, 0.0, propagate_nan=True)))
+    elif ACT == SOFTPLUS:
+        x = ct.where(x > 20.0, x, logarithm_of_one_plus(ct.exp(ct.minimum(x, 20.0, propagate_nan=True))))
+    elif ACT == HARDSWISH:
+        x = x * ct.minimum(ct.maximum(x + 3.0, 0.0, propagate_nan=True), 6.0, propagate_nan=True) / 6.0
+    return x
+
+
+@ct.kernel
+def act_and_mul_kernel(
+    gate,
+    up,
+    y,
+    limit,
+    FORM: ct.Constant[int],
+    ACT: ct.Constant[int],
+    CLAMP: ct.Constant[int],
+    ROUND: ct.Constant[bool],
+    WIDTH: ct.Constant[int],
+    ROWS: ct.Constant[int],
+    TILE: ct.Constant[int],
+):
+    """gate, up, y: [lead, rows, width]; a packed `gate` is twice as wide. WIDTH: 0 unless halves are cut by it."""
+    pieces = ct.cdiv(y.shape[2], TILE)
+    across = ct.cdiv(y.shape[1], ROWS) * pieces
+    for index in range(ct.bid(0), y.shape[0] * across, ct.num_blocks(0)):
+        lead = index // across
+        row = (index % across) // pieces
+        p = index % pieces
+        if FORM == MIXED_GATE_FIRST or FORM == MIXED_UP_FIRST:
+            both = ct.load(gate, (lead, row, p), (1, ROWS, 2 * TILE), padding_mode=ct.PaddingMode.ZERO)
+            both = ct.reshape(both, (1, ROWS, TILE, 2))
+            first = ct.reshape(ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
+            second = ct.reshape(ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
+        elif FORM == SEPARATE:
+            first = ct.load(gate, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
+            second = ct.load(up, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
+        elif WIDTH == 0:
+            first = ct.load(gate, (lead, row, p), (1, ROWS, TILE))
+            second = ct.load(gate, (lead, row, p + pieces), (1, ROWS, TILE))
+        else:
+            head = gate.slice(2, 0, WIDTH)
+            tail = gate.slice(2, WIDTH, 2 * WIDTH)
+            first = ct.load(head, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
+            second = ct.load(tail, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
+        if FORM == UP_FIRST or FORM == MIXED_UP_FIRST:
+            x, other = ct.astype(second, ct.float32), ct.astype(first, ct.float32)
+        else:
+            x, other = ct.astype(first, ct.float32), ct.astype(second, ct.float32)
+        if CLAMP == BEFORE:
+            x = ct.minimum(x, limit, propagate_nan=True)
+        x = activated(x, ACT)
+        if ROUND:
+            x = ct.astype(ct.astype(x, gate.dtype), ct.float32)
+        if CLAMP == AFTER:
+            x = ct.minimum(x, limit, propagate_nan=True)
+        if CLAMP != UNLIMITED:
+            other = ct.minimum(ct.maximum(other, -limit, propagate_nan=True), limit, propagate_nan=True)
+        ct.store(y, (lead, row, p), ct.astype(x * other, y.dtype))
+
+
+def act_and_mul(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str = "silu",
+    *,
+    upcast: bool = False,
+    clamp: str | None = None,
+    limit: float = 0.0,
+) -> torch.Tensor:
+    """activation(gate) * up.
+
+    gate, up: [..., width] of one shape, any strides; float32, bfloat16 or float16. `activation`: a name of
+    `ACTIVATIONS`. `upcast`: the activation is not rounded before the product, and the result has the gate's dtype.
+    `clamp` (`before` or `after` the activation) keeps the gate below `limit` and `up` within ±`limit`.
+    """
+    if eager(gate, up):
+        return _run(gate, up, activation, SEPARATE, upcast, CLAMPS[clamp], limit)
+    return _op(gate, up, activation, SEPARATE, upcast, CLAMPS[clamp], limit)
+
+
+def packed_act_and_mul(
+    gate_up: torch.Tensor,
+    activation: str = "silu",
+    *,
+    packed: str = "gate_first",
+    upcast: bool = False,
+    clamp: str | None = None,
+    limit: float = 0.0,
+) -> torch.Tensor:
+    """activation(gate) * up of one tensor [..., 2 * width]; `packed`: a name of `PACKED`; else as `act_and_mul`."""
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate and up have one width; {gate_up.shape[-1]} is odd")
+    if eager(gate_up):
+        return _run(gate_up, gate_up, activation, PACKED[packed], upcast, CLAMPS[clamp], limit)
+    return _op(gate_up, None, activation, PACKED[packed], upcast, CLAMPS[clamp], limit)
+
+
+_NUMBER = {name: number for number, name in enumerate(ACTIVATIONS)}
+_NUMBER |= {alias: _NUMBER[name] for alias, name in ALIASES.items()}
+
+
+def _empty(gate: torch.Tensor, up: torch.Tensor, form: int, upcast: bool) -> torch.Tensor:
+    if form == SEPARATE:
+        if upcast or gate.dtype is up.dtype:
+            return torch.empty_like(gate)
+        return torch.empty_like(gate, dtype=torch.promote_types(gate.dtype, up.dtype))
+    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+
+
+def _run(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, form: int, upcast: bool, clamp: int, limit: float
+) -> torch.Tensor:
+    y = _empty(gate, up, form, upcast)
+    if y.numel():
+        head = rows.as_rows(gate)
+        tail = rows.as_rows(up) if form == SEPARATE else head
+        _launch(head, tail, rows.as_rows(y), activation, form, upcast, clamp, limit)
+    return y
+
+
+def _launch(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    y: torch.Tensor,
+    activation: str,
+    form: int,
+    upcast: bool,
+    clamp: int,
+    limit: float,
+) -> None:
+    chosen = _plan(y.shape, gate.stride(), gate.get_device(), activation, form, upcast, clamp, limit)
+    if chosen is not None:
+        fire(chosen, (gate, up, y))
+        return
+    for part in rows.halves((gate, up, y)):
+        _launch(part[0], part[1], part[2], activation, form, upcast, clamp, limit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: int,
+    activation: str,
+    form: int,
+    upcast: bool,
+    clamp: int,
+    limit: float,
+) -> Plan | None:
+    lead, count, width = shape
+    wide = width if form == SEPARATE else 2 * width
+    if lead * count * wide >= LARGEST_EXTENT or extent((lead, count, wide), strides) >= LARGEST_EXTENT:
+        return None
+    divisor = width & -width
+    tile = min(divisor, WIDEST_TILE) if divisor >= 512 else min(power_of_two(width), WIDEST_TILE // 2)
+    pieces = -(-width // tile)
+    together = max(1, min(TILE_ELEMENTS // tile, power_of_two(count)))
+    while together > 1 and lead * -(-count // together) * pieces < 2 * processors(device):
+        together //= 2
+    cut = width if form in (GATE_FIRST, UP_FIRST) and width % tile else 0
+    blocks = min(lead * -(-count // together) * pieces, LARGEST_GRID)
+    constants = (limit, form, _NUMBER[activation], clamp, not upcast, cut, together, tile)
+    return Plan(act_and_mul_kernel, (blocks,), constants)
+
+
+@torch.library.custom_op("kernelgraft::act_and_mul", mutates_args=())
+def _op(
+    gate: torch.Tensor, up: torch.Tensor | None, activation: str, form: int, upcast: bool, clamp: int, limit: float
+) -> torch.Tensor:
+    return _run(gate, gate if up is None else up, activation, form, upcast, clamp, limit)
+
+
+@_op.register_fake
+def _fake(
+    gate: torch.Tensor, up: torch.Tensor | None, activation: str, form: int, upcast: bool, clamp: int, limit: float
+) -> torch.Tensor:
+    return _empty(gate, gate if up is None else up, form, upcast)
+
+
+def reference(
+    gate: torch.Tensor, up: torch.Tensor | None, activation: str, form: int, clamp: int, limit: float
+) -> torch.Tensor:
+    """The formula in torch, in the dtype of its inputs; `up` is None where `gate` holds both."""
+    if form in (GATE_FIRST, UP_FIRST):
+        gate, up = gate.chunk(2, dim=-1)
+    elif form in (MIXED_GATE_FIRST, MIXED_UP_FIRST):
+        gate, up = gate[..., 0::2], gate[..., 1::2]
+    assert up is not None
+    if form in (UP_FIRST, MIXED_UP_FIRST):
+        gate, up = up, gate
+    if clamp == BEFORE:
+        gate = gate.clamp(max=limit)
+    value = ACTIVATIONS[ALIASES.get(activation, activation)](gate)
+    if clamp == AFTER:
+        value = value.clamp(max=limit)
+    return value * (up if clamp == UNLIMITED else up.clamp(min=-limit, max=limit))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    gate, up, ctx.activation, ctx.form, _, ctx.clamp, ctx.limit = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    gate, up = ctx.saved_tensors
+    with torch.enable_grad():
+        inputs = [t.detach().float().requires_grad_() for t in (gate, up) if t is not None]
+        other = inputs[1] if up is not None else None
+        value = reference(inputs[0], other, ctx.activation, ctx.form, ctx.clamp, ctx.limit)
+        found = torch.autograd.grad(value, inputs, grad.float())
+    return found[0].to(gate.dtype), None if up is None else found[1].to(up.dtype), *[None] * 5
+
+
+_op.register_autograd(_backward, setup_context=_setup)

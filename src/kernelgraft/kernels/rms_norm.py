@@ -1,0 +1,160 @@
+"""RMS norm of rows: x / sqrt(mean(x²) + eps), times a weight or one plus it.
+
+Arithmetic is float32; results are rounded where the `cast` of the original rounds them. Gradients are computed by torch
+from the formula in float32.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Tile functions take no annotations.
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from kernelgraft.cutile.plans import eager, fire
+from kernelgraft.kernels import rows
+
+CASTS = ("before_weight", "after_weight", "weight_dtype", "factor", "none")
+"""Where the original leaves float32; with `none` it never enters it, and this kernel rounds at the end."""
+HALF = (torch.float16, torch.bfloat16)
+
+
+@ct.kernel
+def rms_norm_kernel(
+    x,
+    weight,
+    y,
+    eps,
+    width,
+    WEIGHT: ct.Constant[bool],
+    OFFSET: ct.Constant[bool],
+    ROUND_OFFSET: ct.Constant[bool],
+    ROUND: ct.Constant[int],
+    DIVIDE: ct.Constant[bool],
+    ROWS: ct.Constant[int],
+    TILE: ct.Constant[int],
+    PIECES: ct.Constant[int],
+    EXACT: ct.Constant[bool],
+    RESIDENT: ct.Constant[bool],
+):
+    """x, y: [lead, rows, width]; weight: [width]."""
+    rows.norm_rows(
+        x, x, weight, weight, y, y, eps, width, rows.NO_SUM, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND, False,
+        rows.KEEP, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT,
+    )  # fmt: skip
+
+
+def rounding(cast: str, x: torch.dtype, weight: torch.dtype | None) -> tuple[int, torch.dtype]:
+    """How a cast rounds before the weight, and the dtype of its result."""
+    if weight is None:
+        return (rows.FACTOR if cast == "factor" else rows.KEEP), x
+    if cast == "after_weight":
+        return rows.KEEP, x
+    if cast == "weight_dtype":
+        return (rows.TO_WEIGHT, weight) if weight in HALF else (rows.KEEP, torch.float32)
+    how = {"before_weight": rows.TO_INPUT, "factor": rows.FACTOR, "none": rows.KEEP}[cast]
+    return how, torch.promote_types(x, weight)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: bool = False,
+    cast: str = "after_weight",
+    round_offset: bool = False,
+    divide: bool = False,
+) -> torch.Tensor:
+    """RMS norm over the last axis.
+
+    x: [..., width], any strides; weight: [width]; float32, bfloat16 or float16. `offset` adds one to the weight, with
+    `round_offset` in the weight's dtype; `cast`: one of `CASTS`; `divide` by the root instead of multiplying by its
+    inverse.
+    """
+    if eager(x, weight):
+        return _run(x, weight, eps, offset, cast, round_offset, divide)
+    return _op(x, weight, eps, offset, cast, round_offset, divide)
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: bool,
+    cast: str,
+    round_offset: bool,
+    divide: bool,
+) -> torch.Tensor:
+    how, dtype = rounding(cast, x.dtype, None if weight is None else weight.dtype)
+    y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
+    if y.numel():
+        constants = (weight is not None, offset, round_offset, how, divide)
+        _launch(rows.as_rows(x), x if weight is None else weight, rows.as_rows(y), eps, constants)
+    return y
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, eps: float, constants: tuple[Any, ...]) -> None:
+    plan = rows.plan(rms_norm_kernel, x.shape, x.stride(), x.get_device(), eps, constants)
+    if plan is not None:
+        fire(plan, (x, weight, y))
+        return
+    for part in rows.halves((x, y)):
+        _launch(part[0], weight, part[1], eps, constants)
+
+
+@torch.library.custom_op("kernelgraft::rms_norm", mutates_args=())
+def _op(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: bool,
+    cast: str,
+    round_offset: bool,
+    divide: bool,
+) -> torch.Tensor:
+    return _run(x, weight, eps, offset, cast, round_offset, divide)
+
+
+@_op.register_fake
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: bool,
+    cast: str,
+    round_offset: bool,
+    divide: bool,
+) -> torch.Tensor:
+    return torch.empty_like(x, dtype=rounding(cast, x.dtype, None if weight is None else weight.dtype)[1])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, ctx.eps, ctx.offset, *_ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    return (*gradients(x, weight, grad, ctx.eps, ctx.offset, ctx.needs_input_grad[1]), *[None] * 5)
+
+
+def gradients(
+    x: torch.Tensor, weight: torch.Tensor | None, grad: torch.Tensor, eps: float, offset: bool, of_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of an RMS norm for x and, if wanted, its weight: computed in float32."""
+    wide, up = x.float(), grad.float()
+    factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    scaled = up if weight is None else up * (weight.float() + float(offset))
+    normed = wide * factor
+    of_x = factor * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    total = None
+    if weight is not None and of_weight:
+        total = (up * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    return of_x.to(x.dtype), total
+
+
+_op.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,394 @@
+"""Rotary position embedding of q and k, out of place, in one launch.
+
+Channels a and b of a pair become a cos - b sin and b cos + a sin; pairs are (i, i + r/2) or (2i, 2i + 1), any even
+number r of channels turns, the others are copied. Arithmetic is float32; with `compute="input"` products are rounded as
+torch rounds them where q and the tables are of one half type. Gradients are computed by torch in float32.
+"""
+
+# ruff: noqa: SIM102
+# mypy: disable-error-code="no-untyped-def"
+# In a kernel a constant chooses a branch, which Python's shorter forms do not; tile functions take no annotations.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from kernelgraft.cutile.plans import LARGEST_EXTENT, LARGEST_GRID, Plan, eager, extent, fire, power_of_two, processors
+
+ZERO = ct.PaddingMode.ZERO
+HALF = (torch.float16, torch.bfloat16)
+TABLES = ("full", "first_half", "half")
+"""A value for each rotated channel, the same of which only the first half is read, or a value for each pair."""
+PAIRS = ("half", "interleaved")
+
+TILE_ELEMENTS = 2048
+"""Pairs of a tile."""
+
+
+def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS):
+    """Both channels of each pair of a tile, in float32: [1, HEADS, ROWS, TILE]."""
+    if PAIRS_IN == 1:
+        if LENGTH == TILE and START % (2 * TILE) == 0:
+            both = ct.load(
+                x, (lead, head, row, START // (2 * TILE)), (1, HEADS, ROWS, 2 * TILE),
+                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO,
+            )  # fmt: skip
+        else:
+            both = ct.load(
+                x.slice(3, START, START + 2 * LENGTH), (lead, head, row, 0), (1, HEADS, ROWS, 2 * TILE),
+                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO,
+            )  # fmt: skip
+        both = ct.reshape(both, (1, HEADS, ROWS, TILE, 2))
+        a = ct.reshape(ct.extract(both, (0, 0, 0, 0, 0), (1, HEADS, ROWS, TILE, 1)), (1, HEADS, ROWS, TILE))
+        b = ct.reshape(ct.extract(both, (0, 0, 0, 0, 1), (1, HEADS, ROWS, TILE, 1)), (1, HEADS, ROWS, TILE))
+    else:
+        a = channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
+        b = channels(x, lead, head, row, START + LENGTH, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
+    return ct.astype(a, ct.float32), ct.astype(b, ct.float32)
+
+
+def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS):
+    """LENGTH channels from START on, in a tile that may be wider."""
+    if LENGTH == TILE and START % TILE == 0:
+        return ct.load(
+            x, (lead, head, row, START // TILE), (1, HEADS, ROWS, TILE), order=(0, HEAD_AXIS, ROW_AXIS, 3),
+            padding_mode=ZERO,
+        )  # fmt: skip
+    return ct.load(
+        x.slice(3, START, START + LENGTH), (lead, head, row, 0), (1, HEADS, ROWS, TILE),
+        order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO,
+    )  # fmt: skip
+
+
+def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS):
+    """Store a tile at LENGTH channels from START on."""
+    value = ct.astype(value, y.dtype)
+    if LENGTH == TILE and START % TILE == 0:
+        ct.store(y, (lead, head, row, START // TILE), value, order=(0, HEAD_AXIS, ROW_AXIS, 3))
+    else:
+        ct.store(y.slice(3, START, START + LENGTH), (lead, head, row, 0), value, order=(0, HEAD_AXIS, ROW_AXIS, 3))
+
+
+def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS):
+    """The table's values for the first and the second channel of each pair, in float32: [1, 1, ROWS, TILE]."""
+    lead = ct.minimum(lead, values.shape[0] - 1)
+    if FULL and PAIRS_OUT == 1:
+        both = ct.load(values, (lead, row, 0), (1, ROWS, 2 * TILE), padding_mode=ZERO)
+        both = ct.reshape(both, (1, ROWS, TILE, 2))
+        first = ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1))
+        second = ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1))
+    else:
+        if LENGTH == TILE:
+            first = ct.load(values, (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO)
+        else:
+            first = ct.load(values.slice(2, 0, LENGTH), (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO)
+        second = first
+        if FULL:
+            if LENGTH == TILE:
+                second = ct.load(values, (lead, row, 1), (1, ROWS, TILE), padding_mode=ZERO)
+            else:
+                second = ct.load(
+                    values.slice(2, LENGTH, 2 * LENGTH), (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO
+                )
+    shape = (1, 1, ROWS, TILE)
+    return ct.astype(ct.reshape(first, shape), ct.float32), ct.astype(ct.reshape(second, shape), ct.float32)
+
+
+def rounded(value, x, ROUND):
+    """A product as the input's dtype holds it."""
+    if ROUND:
+        return ct.astype(ct.astype(value, x.dtype), ct.float32)
+    return value
+
+
+def turn(
+    x, y, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND, LENGTH, TILE, HEADS,
+    ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE,
+):  # fmt: skip
+    """One tile of q or of k."""
+    a, b = parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
+    if BACKWARD:
+        first = rounded(a * cos_a, x, ROUND) + rounded(b * sin_a, x, ROUND)
+        second = rounded(b * cos_b, x, ROUND) - rounded(a * sin_b, x, ROUND)
+    else:
+        first = rounded(a * cos_a, x, ROUND) - rounded(b * sin_a, x, ROUND)
+        second = rounded(b * cos_b, x, ROUND) + rounded(a * sin_b, x, ROUND)
+    if PAIRS_OUT == 1:
+        shape = (1, HEADS, ROWS, TILE, 1)
+        both = ct.cat((ct.reshape(first, shape), ct.reshape(second, shape)), 4)
+        both = ct.reshape(both, (1, HEADS, ROWS, 2 * TILE))
+        put(y, both, lead, head, row, START, 2 * LENGTH, 2 * TILE, HEAD_AXIS, ROW_AXIS)
+    else:
+        put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS)
+        put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS)
+    if REST > 0:
+        rest = channels(x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
+        put(y, rest, lead, head, row, REST_START, REST, REST_TILE, HEAD_AXIS, ROW_AXIS)
+
+
+@ct.kernel
+def rope_kernel(
+    q,
+    k,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    WITH_K: ct.Constant[bool],
+    HEAD_AXIS: ct.Constant[int],
+    ROW_AXIS: ct.Constant[int],
+    START: ct.Constant[int],
+    LENGTH: ct.Constant[int],
+    TILE: ct.Constant[int],
+    REST_START: ct.Constant[int],
+    REST: ct.Constant[int],
+    REST_TILE: ct.Constant[int],
+    PAIRS_IN: ct.Constant[int],
+    PAIRS_OUT: ct.Constant[int],
+    FULL: ct.Constant[bool],
+    BACKWARD: ct.Constant[bool],
+    ROUND: ct.Constant[bool],
+    HEADS: ct.Constant[int],
+    ROWS: ct.Constant[int],
+):
+    """q, k: four axes, the batch first and the channels last; cos, sin: [1 or batch, length, values].
+
+    LENGTH pairs turn, from channel START on; REST channels from REST_START on are copied.
+    """
+    q_tiles = ct.cdiv(q.shape[HEAD_AXIS], HEADS)
+    tiles = q_tiles
+    if WITH_K:
+        tiles = q_tiles + ct.cdiv(k.shape[HEAD_AXIS], HEADS)
+    across = ct.cdiv(q.shape[ROW_AXIS], ROWS) * tiles
+    for index in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
+        lead = index // across
+        row = (index % across) // tiles
+        head = index % tiles
+        cos_a, cos_b = table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS)
+        sin_a, sin_b = table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS)
+        if head < q_tiles:
+            turn(
+                q, q_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND,
+                LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE,
+            )  # fmt: skip
+        if WITH_K:
+            if head >= q_tiles:
+                turn(
+                    k, k_out, cos_a, cos_b, sin_a, sin_b, lead, head - q_tiles, row, START, PAIRS_IN, PAIRS_OUT,
+                    BACKWARD, ROUND, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE,
+                )  # fmt: skip
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    row_axis: int = 2,
+    rotary_dim: int | None = None,
+    last: bool = False,
+    pairs_in: str = "half",
+    pairs_out: str = "half",
+    table: str = "full",
+    backward: bool = False,
+    compute: str = "input",
+    cast: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """q and, if given, k turned: a tuple of one or two new tensors.
+
+    q, k: [batch, heads, length, channels], or [batch, length, heads, channels] with `row_axis=1`, any strides;
+    cos, sin: [1 or batch, length, values], where `table` (one of `TABLES`) says what the values are; float32, bfloat16
+    or float16. `rotary_dim` channels turn (all if None), the first ones or the `last`; `pairs_in`, `pairs_out`: one of
+    `PAIRS`. `backward` turns the other way. `compute="float32"` rounds once; `cast` gives q's dtype, otherwise the one
+    that torch promotes to.
+    """
+    width = q.shape[-1]
+    turned = width if rotary_dim is None else rotary_dim
+    start, rest = (width - turned, 0) if last else (0, turned)
+    setting = [row_axis, turned, start, rest, PAIRS.index(pairs_in), PAIRS.index(pairs_out), TABLES.index(table)]
+    run = _run if eager(q, k, cos, sin) else _op
+    return tuple(run(q, k, cos, sin, setting, backward, compute == "float32", cast))
+
+
+def _dtype(q: torch.dtype, cos: torch.dtype, wide: bool, cast: bool) -> torch.dtype:
+    return q if cast else torch.promote_types(torch.float32 if wide else q, cos)
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    setting: Sequence[int],
+    backward: bool,
+    wide: bool,
+    cast: bool,
+) -> list[torch.Tensor]:
+    outputs = _empty(q, k, cos, wide, cast)
+    if q.numel():
+        rounds = not wide and q.dtype is cos.dtype and q.dtype in HALF
+        second = (q, outputs[0]) if k is None else (k, outputs[1])
+        _launch(q, second[0], cos, sin, outputs[0], second[1], (k is not None, *setting, backward, rounds))
+    return outputs
+
+
+def _empty(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, wide: bool, cast: bool) -> list[torch.Tensor]:
+    if cast:
+        return [torch.empty_like(q)] if k is None else [torch.empty_like(q), torch.empty_like(k)]
+    return [torch.empty_like(x, dtype=_dtype(x.dtype, cos.dtype, wide, cast)) for x in (q, k) if x is not None]
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    setting: tuple[Any, ...],
+) -> None:
+    chosen = _plan(q.shape, k.shape, q.stride(), k.stride(), q.get_device(), setting)
+    if chosen is not None:
+        fire(chosen, (q, k, cos, sin, q_out, k_out))
+        return
+    if setting[0]:
+        for x, y in ((q, q_out), (k, k_out)):
+            _launch(x, x, cos, sin, y, y, (False, *setting[1:]))
+        return
+    axis = max(range(3), key=lambda i: (q.shape[i] - 1) * q.stride(i))
+    size, along = q.shape[axis], {0: 0, setting[1]: 1}.get(axis)
+    if size == 1:
+        raise ValueError(f"the channels of q lie {q.stride(3)} elements apart, too far for 32-bit offsets")
+    for first, count in ((0, size // 2), (size // 2, size - size // 2)):
+        x, y = (t.narrow(axis, first, count) for t in (q, q_out))
+        tables = [
+            t if along is None or (axis == 0 and t.shape[0] == 1) else t.narrow(along, first, count) for t in (cos, sin)
+        ]
+        _launch(x, x, tables[0], tables[1], y, y, setting)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    device: int,
+    setting: tuple[Any, ...],
+) -> Plan | None:
+    with_k, row_axis, turned, start, rest_start, pairs_in, pairs_out, table, backward, rounds = setting
+    if max(extent(q, q_strides), extent(k, k_strides)) >= LARGEST_EXTENT:
+        return None
+    head_axis = 3 - row_axis
+    length, width = turned // 2, q[3]
+    tile, rest = power_of_two(length), width - turned
+    heads = max(1, min(power_of_two(q[head_axis]), 8, TILE_ELEMENTS // tile))
+    rows = max(1, min(power_of_two(q[row_axis]), TILE_ELEMENTS // (tile * heads)))
+
+    def blocks() -> int:
+        count = -(-q[head_axis] // heads) + (-(-k[head_axis] // heads) if with_k else 0)
+        return q[0] * -(-q[row_axis] // rows) * count
+
+    while rows > 1 and blocks() < 2 * processors(device):
+        rows //= 2
+    while heads > 1 and blocks() < processors(device) // 2:
+        heads //= 2
+    constants = (
+        with_k,
+        head_axis,
+        row_axis,
+        start,
+        length,
+        tile,
+        rest_start,
+        rest,
+        power_of_two(max(rest, 1)),
+        pairs_in,
+        pairs_out,
+        table == TABLES.index("full"),
+        backward,
+        rounds,
+        heads,
+        rows,
+    )
+    return Plan(rope_kernel, (min(blocks(), LARGEST_GRID),), constants)
+
+
+@torch.library.custom_op("kernelgraft::rope", mutates_args=())
+def _op(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    setting: Sequence[int],
+    backward: bool,
+    wide: bool,
+    cast: bool,
+) -> list[torch.Tensor]:
+    return _run(q, k, cos, sin, setting, backward, wide, cast)
+
+
+@_op.register_fake
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    setting: Sequence[int],
+    backward: bool,
+    wide: bool,
+    cast: bool,
+) -> list[torch.Tensor]:
+    return _empty(q, k, cos, wide, cast)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, cos, sin, ctx.setting, ctx.backward, *_ = inputs
+    ctx.dtypes = [q.dtype, None if k is None else k.dtype]
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradients(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    cos, sin = ctx.saved_tensors
+    found = [
+        None if g is None else untwist(g, cos, sin, ctx.setting, ctx.backward).to(dtype)
+        for g, dtype in zip(grads, ctx.dtypes, strict=False)
+    ]
+    return found[0], found[1] if len(found) > 1 else None, *[None] * 6
+
+
+def untwist(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, setting: Sequence[int], backward: bool
+) -> torch.Tensor:
+    """The gradient of q from that of its output, in float32: each pair through the transposed rotation."""
+    row_axis, turned, start, rest_start, pairs_in, pairs_out, table = setting
+    length, up = turned // 2, grad.float()
+    if TABLES[table] != "full":
+        cos, sin = cos[..., :length].repeat(1, 1, 2), sin[..., :length].repeat(1, 1, 2)
+        (cos_a, cos_b), (sin_a, sin_b) = cos.float().chunk(2, -1), sin.float().chunk(2, -1)
+    else:
+        (cos_a, cos_b), (sin_a, sin_b) = _pairs(cos.float(), pairs_out), _pairs(sin.float(), pairs_out)
+    cos_a, cos_b, sin_a, sin_b = (t.unsqueeze(3 - row_axis) for t in (cos_a, cos_b, sin_a, sin_b))
+    if backward:
+        sin_a, sin_b = -sin_a, -sin_b
+    first, second = _pairs(up[..., start : start + turned], pairs_out)
+    a, b = first * cos_a + second * sin_b, second * cos_b - first * sin_a
+    both = torch.cat((a, b), -1) if pairs_in == 0 else torch.stack((a, b), -1).flatten(-2)
+    rest = up[..., rest_start : rest_start + up.shape[-1] - turned]
+    return torch.cat((rest, both) if rest_start < start else (both, rest), -1)
+
+
+def _pairs(x: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if pairs == 0:
+        first, second = x.chunk(2, -1)
+        return first, second
+    return x[..., 0::2], x[..., 1::2]
+
+
+_op.register_autograd(_gradients, setup_context=_setup)
