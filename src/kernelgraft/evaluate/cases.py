@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from kernelgraft.families.base import Distribution, Family
 from kernelgraft.families.points import holds
 from kernelgraft.records import Definition, Regime
 
+HELD_OUT_VOLUME = 1 << 24
+"""Random sizes whose axes multiply to more are not drawn: the oracle would take seconds."""
 SIGNATURES = 6
 """Shapes that a Solution which is compiled per shape is judged on; torch.compile gives a function up after eight."""
 DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
@@ -173,11 +176,11 @@ def _held_out(maker: _Maker, traced: list[dict[str, int]], count: int) -> list[d
         if len(found) == count:
             break
         axes = dict(maker.random.choice(traced))
-        size = maker.random.randint(2, 300)
+        size = round(math.exp(maker.random.uniform(math.log(2), math.log(300))))
         names = list(axes) if maker.random.random() < 0.3 else [maker.random.choice(list(axes))] if axes else []
         axes.update(dict.fromkeys(names, size))
         sizes = {n: a.value for n, a in maker.definition.axes.items() if a.value is not None} | axes
-        possible = holds(maker.definition.constraints, sizes)
+        possible = holds(maker.definition.constraints, sizes) and math.prod(sizes.values()) <= HELD_OUT_VOLUME
         if possible and axes not in traced + found and axes in maker.family.axis_points(maker.definition, [axes]):
             found.append(axes)
     return found
