@@ -142,6 +142,9 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded": lambda x: x[:1].expand(3, -1, -1),
     "heads of a packed projection": lambda x: x.view(3, 10, 3, 32)[:, :, 1:2],
     "one row of each": lambda x: x[:, 4],
+    "heads before rows": lambda x: x.view(3, 10, 3, 32).transpose(1, 2),
+    "batch last": lambda x: x.view(3, 5, 2, 96).permute(1, 2, 0, 3),
+    "batch last, sliced": lambda x: x.view(3, 5, 2, 96).permute(1, 2, 0, 3)[..., :50],
 }
 
 
@@ -152,8 +155,13 @@ def test_norms_of_strided_inputs(view: str, device: str) -> None:
     other = draw(*x.shape, dtype=BF16, device=device, seed=2)
     close(rms_norm(x, weight, 1e-5), exact_rms(x, weight, 1e-5), BF16)
     close(layer_norm(x, weight, weight, 1e-5), exact_layer(x, weight, weight, 1e-5), BF16)
+    close(act_and_mul(x, other, "relu"), x.double().relu() * other.double(), BF16)
+    if x.shape[-1] % 2 == 0:
+        first, second = x.double().chunk(2, -1)
+        close(packed_act_and_mul(x, "relu"), first.relu() * second, BF16)
     total, normed = add_rms_norm(x, other, weight, 1e-5)
     assert torch.equal(total, x + other)
+    close(rms_norm_add(other, x, weight, 1e-5), other.double() + rms_norm(x, weight, 1e-5).double(), BF16)
     close(normed, exact_rms(x + other, weight, 1e-5), BF16)
 
 

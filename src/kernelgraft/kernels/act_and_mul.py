@@ -250,9 +250,8 @@ def _run(
 ) -> torch.Tensor:
     y = _empty(gate, up, form, upcast)
     if y.numel():
-        head = rows.as_rows(gate)
-        tail = rows.as_rows(up) if form == SEPARATE else head
-        _launch(head, tail, rows.as_rows(y), activation, form, upcast, clamp, limit)
+        out, head, *tail = rows.as_rows(y, gate, up) if form == SEPARATE else rows.as_rows(y, gate)
+        _launch(head, tail[0] if tail else head, out, activation, form, upcast, clamp, limit)
     return y
 
 

@@ -109,8 +109,8 @@ def _run_first(
     total, y = _like(x, sum_dtype), _like(x, dtype)
     if y.numel():
         constants = (rows.SUM_FIRST, weight is not None, offset, round_offset, how, rows.KEEP, divide)
-        first, second, third, fourth = map(rows.as_rows, (residual, x, total, y))
-        _launch(first, second, third, fourth, x if weight is None else weight, eps, constants)
+        out, other, source, addend = rows.as_rows(y, total, x, residual)
+        _launch(addend, source, other, out, x if weight is None else weight, eps, constants)
     return total, y
 
 
@@ -129,8 +129,8 @@ def _run_last(
     if y.numel():
         again = {_dtype(weight): rows.TO_WEIGHT, x.dtype: rows.TO_INPUT}.get(normed, rows.KEEP)
         constants = (rows.SUM_LAST, weight is not None, offset, round_offset, how, again, divide)
-        out = rows.as_rows(y)
-        _launch(rows.as_rows(residual), rows.as_rows(x), out, out, x if weight is None else weight, eps, constants)
+        out, source, addend = rows.as_rows(y, x, residual)
+        _launch(addend, source, out, out, x if weight is None else weight, eps, constants)
     return y
 
 

@@ -150,7 +150,7 @@ def _run(
     y = torch.empty_like(x, dtype=result_dtype(x.dtype, weight, bias, round_normed))
     if y.numel():
         constants = _constants(rows.NO_SUM, weight, bias, offset, round_offset, round_normed, rows.KEEP, divide)
-        source, out = rows.as_rows(x), rows.as_rows(y)
+        out, source = rows.as_rows(y, x)
         _launch(source, source, out, out, weight, bias, eps, constants)
     return y
 
@@ -170,8 +170,8 @@ def _run_first(
     y = torch.empty_like(x, dtype=result_dtype(total.dtype, weight, bias, round_normed))
     if y.numel():
         constants = _constants(rows.SUM_FIRST, weight, bias, offset, round_offset, round_normed, rows.KEEP, divide)
-        first, second, third, fourth = map(rows.as_rows, (residual, x, total, y))
-        _launch(first, second, third, fourth, weight, bias, eps, constants)
+        out, other, source, addend = rows.as_rows(y, total, x, residual)
+        _launch(addend, source, other, out, weight, bias, eps, constants)
     return total, y
 
 
@@ -192,8 +192,8 @@ def _run_last(
         known = {None if weight is None else weight.dtype: rows.TO_WEIGHT, x.dtype: rows.TO_INPUT}
         again = known.get(normed, rows.KEEP)
         constants = _constants(rows.SUM_LAST, weight, bias, offset, round_offset, round_normed, again, divide)
-        out = rows.as_rows(y)
-        _launch(rows.as_rows(residual), rows.as_rows(x), out, out, weight, bias, eps, constants)
+        out, source, addend = rows.as_rows(y, x, residual)
+        _launch(addend, source, out, out, weight, bias, eps, constants)
     return y
 
 

@@ -93,7 +93,8 @@ def _run(
     y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
     if y.numel():
         constants = (weight is not None, offset, round_offset, how, divide)
-        _launch(rows.as_rows(x), x if weight is None else weight, rows.as_rows(y), eps, constants)
+        out, source = rows.as_rows(y, x)
+        _launch(source, x if weight is None else weight, out, eps, constants)
     return y
 
 

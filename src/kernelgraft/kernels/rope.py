@@ -200,7 +200,7 @@ def rope(
     compute: str = "input",
     cast: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """q and, if given, k turned: a tuple of one or two new tensors.
+    """q and, if given, k turned: a tuple of one or two new contiguous tensors.
 
     q, k: [batch, heads, length, channels], or [batch, length, heads, channels] with `row_axis=1`, any strides;
     cos, sin: [1 or batch, length, values], where `table` (one of `TABLES`) says what the values are; float32, bfloat16
@@ -239,9 +239,11 @@ def _run(
 
 
 def _empty(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, wide: bool, cast: bool) -> list[torch.Tensor]:
+    tensors = (q,) if k is None else (q, k)
     if cast:
-        return [torch.empty_like(q)] if k is None else [torch.empty_like(q), torch.empty_like(k)]
-    return [torch.empty_like(x, dtype=_dtype(x.dtype, cos.dtype, wide, cast)) for x in (q, k) if x is not None]
+        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    dtype = _dtype(q.dtype, cos.dtype, wide, cast)
+    return [torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _launch(

@@ -159,13 +159,21 @@ def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORME
     ct.store(y, (lead, row, p), ct.astype(value, y.dtype))
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """A tensor as [lead, rows, width]: a view wherever its strides allow one."""
-    if x.dim() == 3:
-        return x
-    if x.dim() < 3:
-        return x.reshape(1, -1, x.shape[-1])
-    return x.flatten(0, x.dim() - 3)
+def as_rows(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A new tensor and inputs of its leading shape as [lead, rows, width], in that order.
+
+    The new one is a view; an input is one wherever its strides allow it, else a copy.
+    """
+    rank = out.dim()
+    tensors = (out, *inputs)
+    if rank == 3:
+        return tensors
+    if rank < 3:
+        return tuple(t.reshape(1, t.numel() // t.shape[-1], t.shape[-1]) for t in tensors)
+    if not out.is_contiguous():
+        outward = [*sorted(range(rank - 1), key=out.stride, reverse=True), rank - 1]
+        tensors = tuple(t.permute(outward) for t in tensors)
+    return tuple(t.flatten(0, rank - 3) for t in tensors)
 
 
 def cut(width: int) -> tuple[int, int, bool]:

@@ -14,7 +14,11 @@ from kernelgraft.errors import UsageError
 from kernelgraft.records import Definition, MachineCard, Solution
 from kernelgraft.suppliers.base import ENTRY_POINT_GROUP, Listing, Refusal, Supplier
 
-OWN = {"torch": "kernelgraft.suppliers.torch_ops", "inductor": "kernelgraft.suppliers.inductor"}
+OWN = {
+    "torch": "kernelgraft.suppliers.torch_ops",
+    "inductor": "kernelgraft.suppliers.inductor",
+    "kernelgraft": "kernelgraft.suppliers.ours",
+}
 """Our suppliers by name, in the order in which they are asked; each module exports `SUPPLIER`."""
 
 __all__ = ["OWN", "BrokenSupplier", "Listing", "Refusal", "Supplier", "all_suppliers", "select"]
