@@ -123,12 +123,14 @@ class Attention(Family):
 
     def original(self, call: Call) -> Callable[..., Any]:
         """See `Family.original`: the attention function itself, with the recorded call's keywords."""
-        sinks = SINKS in call.kwargs and call.kwargs[SINKS] is not None
+        bound = bind(call)
+        assert isinstance(bound, Bound), bound  # the site was recognised from this call
+        sinks = bound.keywords.get(SINKS) is not None
 
         def kernel(*inputs: Any) -> Any:
             query, key, value, *rest = inputs
-            keywords = {**call.kwargs, SINKS: rest.pop()} if sinks else call.kwargs
-            return call.original(call.module, query, key, value, rest.pop() if rest else None, **keywords)[0]
+            keywords = {**bound.keywords, SINKS: rest.pop()} if sinks else bound.keywords
+            return call.original(bound.module, query, key, value, rest.pop() if rest else None, **keywords)[0]
 
         return kernel
 

@@ -19,6 +19,7 @@ from kernelgraft.pipeline.progress import Progress, silent
 from kernelgraft.records import Definition, Research, ResearchRow, Site, WorkloadMeta
 from kernelgraft.sites import Run, capture, current, discover
 from kernelgraft.store import Inventory
+from kernelgraft.suppliers.guards import bind_axes
 
 PROMPT = "The capital of France is"
 SHORT_PROMPT = "The capital"
@@ -60,13 +61,17 @@ def standard_runs(loaded: Loaded) -> list[Run]:
 
 
 def bind(site: Site, call: Call, recognition: Recognition) -> Bound | None:
-    """Run the site's seat on a recorded call to see the Definition's inputs; None: the seat left it to the original."""
+    """Run the site's seat on a recorded call to see the Definition's inputs; None: the original has to serve it.
+
+    That is so where the seat says it, and where the inputs are not the Definition's (a broadcast residual, say), which
+    the guard refuses when the model runs.
+    """
     by_inputs = {len(d.inputs): d for d in recognition.definitions}
     seen: list[Bound] = []
 
     def select(*inputs: Any) -> Callable[..., Any] | None:
         definition = by_inputs.get(len(inputs))
-        if definition is None:
+        if definition is None or not belongs(definition, inputs):
             return None
 
         def kernel(*values: Any) -> Any:
@@ -145,18 +150,20 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
         counts: dict[str, int] = {regime: n for regime, n in captured.counts.get(site.key, {}).items()}
         row = ResearchRow(site=site, calls=counts, reason=reason)
         if recognition is not None:
-            names = tuple(d.name for d in recognition.definitions)
-            row = row.model_copy(
-                update={"family": recognition.family, "definitions": names, "semantics": recognition.semantics}
-            )
-            compute = computes.setdefault(
-                names, Compute(recognition.family, recognition.semantics, recognition.definitions)
-            )
-            compute.sites.append(site)
-            for call in calls:
-                if bound := bind(site, call, recognition):
-                    compute.bound.append(bound)
-                    stored.append(bound)
+            bound = [b for b in (bind(site, call, recognition) for call in calls) if b is not None]
+            if bound:
+                names = tuple(d.name for d in recognition.definitions)
+                row = row.model_copy(
+                    update={"family": recognition.family, "definitions": names, "semantics": recognition.semantics}
+                )
+                compute = computes.setdefault(
+                    names, Compute(recognition.family, recognition.semantics, recognition.definitions)
+                )
+                compute.sites.append(site)
+                compute.bound.extend(bound)
+                stored.extend(bound)
+            else:
+                row = row.model_copy(update={"reason": f"{recognition.family}: no call has inputs of one shape"})
         rows.append(row)
     progress("research", len(sites), len(sites), f"{len(computes)} computes recognised")
     record = Research(model=model_card(model, loaded.ref.spec), machine=machine.read(), prompt=PROMPT, rows=tuple(rows))
@@ -171,12 +178,18 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
     return record, list(computes.values())
 
 
+def belongs(definition: Definition, inputs: Sequence[Any]) -> bool:
+    """True if these are inputs of the Definition: dtypes, ranks, and sizes that agree."""
+    try:
+        bind_axes(definition, inputs)
+    except ValueError:
+        return False
+    return True
+
+
 def axes_of(definition: Definition, inputs: Sequence[Any]) -> dict[str, int]:
     """Sizes of the var axes of a Definition, read off its inputs."""
-    sizes: dict[str, int] = {}
-    for spec, value in zip(definition.inputs.values(), inputs, strict=True):
-        if spec.shape is not None:
-            sizes.update(zip(spec.shape, value.shape, strict=True))
+    sizes = bind_axes(definition, inputs)
     return {name: sizes[name] for name, axis in definition.axes.items() if axis.value is None}
 
 
