@@ -150,8 +150,8 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
         counts: dict[str, int] = {regime: n for regime, n in captured.counts.get(site.key, {}).items()}
         row = ResearchRow(site=site, calls=counts, reason=reason)
         if recognition is not None:
-            bound = [b for b in (bind(site, call, recognition) for call in calls) if b is not None]
-            if bound:
+            found = [b for b in (bind(site, call, recognition) for call in calls) if b is not None]
+            if found:
                 names = tuple(d.name for d in recognition.definitions)
                 row = row.model_copy(
                     update={"family": recognition.family, "definitions": names, "semantics": recognition.semantics}
@@ -160,8 +160,8 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
                     names, Compute(recognition.family, recognition.semantics, recognition.definitions)
                 )
                 compute.sites.append(site)
-                compute.bound.extend(bound)
-                stored.extend(bound)
+                compute.bound.extend(found)
+                stored.extend(found)
             else:
                 row = row.model_copy(update={"reason": f"{recognition.family}: no call has inputs of one shape"})
         rows.append(row)
