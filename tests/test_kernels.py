@@ -175,8 +175,7 @@ def test_more_rows_than_a_grid_has_blocks(count: int, device: str, monkeypatch: 
 
 
 def test_blocks_take_further_tiles_in_turn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rows, act_module):
-        monkeypatch.setattr(module, "LARGEST_GRID", 3)
+    monkeypatch.setattr(plans, "LARGEST_GRID", 3)
     clear()
     x, weight = draw(3, 7, 1500, dtype=BF16, device=device), draw(1500, dtype=BF16, device=device, seed=1)
     close(rms_norm(x, weight, 1e-5), exact_rms(x, weight, 1e-5), BF16)

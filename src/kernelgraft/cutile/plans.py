@@ -28,6 +28,29 @@ class Plan:
     constants: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What can be chosen freely for a launch; the result is the same."""
+
+    elements: int
+    """Largest number of elements of a tile that holds several rows."""
+    tma: bool = True
+    """Whether loads and stores may use the tensor memory accelerator."""
+    occupancy: int | None = None
+    worker_warps: int | None = None
+    blocks: int | None = None
+    """Most blocks for each multiprocessor; None: one for each tile."""
+
+    def grid(self, tiles: int, device: int) -> tuple[int]:
+        """The grid for a number of tiles."""
+        most = LARGEST_GRID if self.blocks is None else min(self.blocks * processors(device), LARGEST_GRID)
+        return (min(tiles, most),)
+
+    def hinted(self, kernel: Any) -> Any:
+        """The kernel with the compiler hints."""
+        return hinted(kernel, self.occupancy, self.worker_warps)
+
+
 def fire(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
     """Launch a plan on tensors of one device."""
     first = tensors[0]

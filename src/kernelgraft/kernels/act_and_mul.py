@@ -4,7 +4,7 @@ Arithmetic is float32; the activation is rounded to the gate's dtype before the 
 computed by torch from the same formula in float32.
 """
 
-# ruff: noqa: SIM109
+# ruff: noqa: SIM108, SIM109
 # mypy: disable-error-code="no-untyped-def"
 # In a kernel a constant chooses a branch, which Python's shorter forms do not; tile functions take no annotations.
 
@@ -18,7 +18,7 @@ import cuda.tile as ct
 import torch
 from torch.nn import functional
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, LARGEST_GRID, Plan, eager, extent, fire, power_of_two, processors
+from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two, processors
 from kernelgraft.kernels import rows
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -54,15 +54,22 @@ UNLIMITED, BEFORE, AFTER = 0, 1, 2
 CLAMPS = {None: UNLIMITED, "before": BEFORE, "after": AFTER}
 """Whether the gate is limited, and where: before or after its activation; the other factor then is too."""
 
-TILE_ELEMENTS = 2048
-WIDEST_TILE = 2048
+ZERO = ct.PaddingMode.ZERO
+
+SMALL = Tuning(elements=512)
+LARGE = Tuning(elements=2048)
+SMALL_ELEMENTS = 2**20
+"""Up to that many elements of the result, `SMALL` holds, `LARGE` beyond."""
 
 (IDENTITY, SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, RELU6, LEAKY_RELU, SIGMOID, TANH, MISH, ELU, SOFTPLUS,
  HARDSWISH) = range(len(ACTIVATIONS))  # fmt: skip
 
 
-def logistic(x):
+def logistic(x, FAST):
     """1 / (1 + exp(-x))."""
+    if FAST:
+        below = 1.0 + ct.exp2(x * -1.4426950408889634, flush_to_zero=True)
+        return ct.truediv(1.0, below, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
     return 1.0 / (1.0 + ct.exp(-x))
 
 
@@ -107,16 +114,19 @@ def exponential_minus_one(x):
     return ct.where(close, step * x / ct.log(ct.where(close, u, 0.5)), ct.where(u < 1.0, step, x))
 
 
-def activated(x, ACT):
+def activated(x, ACT, FAST):
     """The activation of a float32 tile."""
     if ACT == SILU:
-        x = x / (1.0 + ct.exp(-x))
+        if FAST:
+            x = x * logistic(x, FAST)
+        else:
+            x = x / (1.0 + ct.exp(-x))
     elif ACT == GELU:
         x = 0.5 * x * doubled_normal(x * 0.70710678118654752)
     elif ACT == GELU_TANH:
         x = 0.5 * x * (1.0 + ct.tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))
     elif ACT == QUICK_GELU:
-        x = x * logistic(1.702 * x)
+        x = x * logistic(1.702 * x, FAST)
     elif ACT == RELU:
         x = ct.maximum(x, 0.0, propagate_nan=True)
     elif ACT == RELU2:
@@ -127,7 +137,7 @@ def activated(x, ACT):
     elif ACT == LEAKY_RELU:
         x = ct.where(x > 0.0, x, 0.01 * x)
     elif ACT == SIGMOID:
-        x = logistic(x)
+        x = logistic(x, FAST)
     elif ACT == TANH:
         x = ct.tanh(x)
     elif ACT == MISH:
@@ -143,6 +153,42 @@ def activated(x, ACT):
     return x
 
 
+def product_tile(
+    gate, up, y, limit, lead, row, p, pieces, FORM, ACT, CLAMP, ROUND, FAST, WIDTH, ROWS, TILE, TMA
+):  # fmt: skip
+    """One tile of the result."""
+    if FORM == MIXED_GATE_FIRST or FORM == MIXED_UP_FIRST:
+        both = ct.load(gate, (lead, row, p), (1, ROWS, 2 * TILE), padding_mode=ZERO, allow_tma=TMA)
+        both = ct.reshape(both, (1, ROWS, TILE, 2))
+        first = ct.reshape(ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
+        second = ct.reshape(ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
+    elif FORM == SEPARATE:
+        first = ct.load(gate, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+        second = ct.load(up, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+    elif WIDTH == 0:
+        first = ct.load(gate, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+        second = ct.load(gate, (lead, row, p + pieces), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+    else:
+        head = gate.slice(2, 0, WIDTH)
+        tail = gate.slice(2, WIDTH, 2 * WIDTH)
+        first = ct.load(head, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+        second = ct.load(tail, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+    if FORM == UP_FIRST or FORM == MIXED_UP_FIRST:
+        x, other = ct.astype(second, ct.float32), ct.astype(first, ct.float32)
+    else:
+        x, other = ct.astype(first, ct.float32), ct.astype(second, ct.float32)
+    if CLAMP == BEFORE:
+        x = ct.minimum(x, limit, propagate_nan=True)
+    x = activated(x, ACT, FAST)
+    if ROUND:
+        x = ct.astype(ct.astype(x, gate.dtype), ct.float32)
+    if CLAMP == AFTER:
+        x = ct.minimum(x, limit, propagate_nan=True)
+    if CLAMP != UNLIMITED:
+        other = ct.minimum(ct.maximum(other, -limit, propagate_nan=True), limit, propagate_nan=True)
+    ct.store(y, (lead, row, p), ct.astype(x * other, y.dtype), allow_tma=TMA)
+
+
 @ct.kernel
 def act_and_mul_kernel(
     gate,
@@ -153,47 +199,31 @@ def act_and_mul_kernel(
     ACT: ct.Constant[int],
     CLAMP: ct.Constant[int],
     ROUND: ct.Constant[bool],
+    FAST: ct.Constant[bool],
     WIDTH: ct.Constant[int],
     ROWS: ct.Constant[int],
     TILE: ct.Constant[int],
+    LOOP: ct.Constant[bool],
+    TMA: ct.Constant[bool],
 ):
-    """gate, up, y: [lead, rows, width]; a packed `gate` is twice as wide. WIDTH: 0 unless halves are cut by it."""
+    """gate, up, y: [lead, rows, width]; a packed `gate` is twice as wide. WIDTH: 0 unless halves are cut by it.
+
+    FAST: the result is of a half type, whose rounding hides that of a quick exponential and quotient.
+    """
     pieces = ct.cdiv(y.shape[2], TILE)
     across = ct.cdiv(y.shape[1], ROWS) * pieces
-    for index in range(ct.bid(0), y.shape[0] * across, ct.num_blocks(0)):
-        lead = index // across
-        row = (index % across) // pieces
-        p = index % pieces
-        if FORM == MIXED_GATE_FIRST or FORM == MIXED_UP_FIRST:
-            both = ct.load(gate, (lead, row, p), (1, ROWS, 2 * TILE), padding_mode=ct.PaddingMode.ZERO)
-            both = ct.reshape(both, (1, ROWS, TILE, 2))
-            first = ct.reshape(ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
-            second = ct.reshape(ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
-        elif FORM == SEPARATE:
-            first = ct.load(gate, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
-            second = ct.load(up, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
-        elif WIDTH == 0:
-            first = ct.load(gate, (lead, row, p), (1, ROWS, TILE))
-            second = ct.load(gate, (lead, row, p + pieces), (1, ROWS, TILE))
-        else:
-            head = gate.slice(2, 0, WIDTH)
-            tail = gate.slice(2, WIDTH, 2 * WIDTH)
-            first = ct.load(head, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
-            second = ct.load(tail, (lead, row, p), (1, ROWS, TILE), padding_mode=ct.PaddingMode.ZERO)
-        if FORM == UP_FIRST or FORM == MIXED_UP_FIRST:
-            x, other = ct.astype(second, ct.float32), ct.astype(first, ct.float32)
-        else:
-            x, other = ct.astype(first, ct.float32), ct.astype(second, ct.float32)
-        if CLAMP == BEFORE:
-            x = ct.minimum(x, limit, propagate_nan=True)
-        x = activated(x, ACT)
-        if ROUND:
-            x = ct.astype(ct.astype(x, gate.dtype), ct.float32)
-        if CLAMP == AFTER:
-            x = ct.minimum(x, limit, propagate_nan=True)
-        if CLAMP != UNLIMITED:
-            other = ct.minimum(ct.maximum(other, -limit, propagate_nan=True), limit, propagate_nan=True)
-        ct.store(y, (lead, row, p), ct.astype(x * other, y.dtype))
+    if LOOP:
+        for index in range(ct.bid(0), y.shape[0] * across, ct.num_blocks(0)):
+            product_tile(
+                gate, up, y, limit, index // across, (index % across) // pieces, index % pieces, pieces, FORM, ACT,
+                CLAMP, ROUND, FAST, WIDTH, ROWS, TILE, TMA,
+            )  # fmt: skip
+    else:
+        index = ct.bid(0)
+        product_tile(
+            gate, up, y, limit, index // across, (index % across) // pieces, index % pieces, pieces, FORM, ACT, CLAMP,
+            ROUND, FAST, WIDTH, ROWS, TILE, TMA,
+        )  # fmt: skip
 
 
 def act_and_mul(
@@ -265,7 +295,8 @@ def _launch(
     clamp: int,
     limit: float,
 ) -> None:
-    chosen = _plan(y.shape, gate.stride(), gate.get_device(), activation, form, upcast, clamp, limit)
+    half = y.dtype is not torch.float32
+    chosen = _plan(y.shape, gate.stride(), gate.get_device(), half, activation, form, upcast, clamp, limit)
     if chosen is not None:
         fire(chosen, (gate, up, y))
         return
@@ -278,6 +309,7 @@ def _plan(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     device: int,
+    half: bool,
     activation: str,
     form: int,
     upcast: bool,
@@ -288,16 +320,30 @@ def _plan(
     wide = width if form == SEPARATE else 2 * width
     if lead * count * wide >= LARGEST_EXTENT or extent((lead, count, wide), strides) >= LARGEST_EXTENT:
         return None
+    tuning = SMALL if lead * count * width <= SMALL_ELEMENTS else LARGE
     divisor = width & -width
-    tile = min(divisor, WIDEST_TILE) if divisor >= 512 else min(power_of_two(width), WIDEST_TILE // 2)
+    tile = min(divisor if divisor >= 512 else power_of_two(width), tuning.elements)
     pieces = -(-width // tile)
-    together = max(1, min(TILE_ELEMENTS // tile, power_of_two(count)))
+    together = max(1, min(tuning.elements // tile, power_of_two(count)))
     while together > 1 and lead * -(-count // together) * pieces < 2 * processors(device):
         together //= 2
     cut = width if form in (GATE_FIRST, UP_FIRST) and width % tile else 0
-    blocks = min(lead * -(-count // together) * pieces, LARGEST_GRID)
-    constants = (limit, form, _NUMBER[activation], clamp, not upcast, cut, together, tile)
-    return Plan(act_and_mul_kernel, (blocks,), constants)
+    tiles = lead * -(-count // together) * pieces
+    grid = tuning.grid(tiles, device)
+    constants = (
+        limit,
+        form,
+        _NUMBER[activation],
+        clamp,
+        not upcast,
+        half,
+        cut,
+        together,
+        tile,
+        grid[0] < tiles,
+        tuning.tma,
+    )
+    return Plan(tuning.hinted(act_and_mul_kernel), grid, constants)
 
 
 @torch.library.custom_op("kernelgraft::act_and_mul", mutates_args=())

@@ -39,11 +39,13 @@ def add_rms_norm_kernel(
     PIECES: ct.Constant[int],
     EXACT: ct.Constant[bool],
     RESIDENT: ct.Constant[bool],
+    LOOP: ct.Constant[bool],
+    TMA: ct.Constant[bool],
 ):
     """residual, x, total, y: [lead, rows, width]; weight: [width]."""
     rows.norm_rows(
         residual, x, weight, weight, total, y, eps, width, WHERE, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND,
-        False, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT,
+        False, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
     )  # fmt: skip
 
 

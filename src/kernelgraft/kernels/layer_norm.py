@@ -42,11 +42,13 @@ def layer_norm_kernel(
     PIECES: ct.Constant[int],
     EXACT: ct.Constant[bool],
     RESIDENT: ct.Constant[bool],
+    LOOP: ct.Constant[bool],
+    TMA: ct.Constant[bool],
 ):
     """residual, x, total, y: [lead, rows, width]; weight, bias: [width]."""
     rows.norm_rows(
         residual, x, weight, bias, total, y, eps, width, WHERE, True, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
-        ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT,
+        ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
     )  # fmt: skip
 
 

@@ -39,11 +39,13 @@ def rms_norm_kernel(
     PIECES: ct.Constant[int],
     EXACT: ct.Constant[bool],
     RESIDENT: ct.Constant[bool],
+    LOOP: ct.Constant[bool],
+    TMA: ct.Constant[bool],
 ):
     """x, y: [lead, rows, width]; weight: [width]."""
     rows.norm_rows(
         x, x, weight, weight, y, y, eps, width, rows.NO_SUM, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND, False,
-        rows.KEEP, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT,
+        rows.KEEP, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
     )  # fmt: skip
 
 

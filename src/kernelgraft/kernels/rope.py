@@ -5,7 +5,6 @@ number r of channels turns, the others are copied. Arithmetic is float32; with `
 torch rounds them where q and the tables are of one half type. Gradients are computed by torch in float32.
 """
 
-# ruff: noqa: SIM102
 # mypy: disable-error-code="no-untyped-def"
 # In a kernel a constant chooses a branch, which Python's shorter forms do not; tile functions take no annotations.
 
@@ -18,7 +17,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, LARGEST_GRID, Plan, eager, extent, fire, power_of_two, processors
+from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two, processors
 
 ZERO = ct.PaddingMode.ZERO
 HALF = (torch.float16, torch.bfloat16)
@@ -26,74 +25,88 @@ TABLES = ("full", "first_half", "half")
 """A value for each rotated channel, the same of which only the first half is read, or a value for each pair."""
 PAIRS = ("half", "interleaved")
 
-TILE_ELEMENTS = 2048
-"""Pairs of a tile."""
+SMALL = Tuning(elements=2048)
+LARGE = Tuning(elements=2048)
+SMALL_ELEMENTS = 2**20
+"""Up to that many elements of q, `SMALL` holds, `LARGE` beyond; a tile's elements are counted as pairs."""
 
 
-def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS):
+def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA):
     """Both channels of each pair of a tile, in float32: [1, HEADS, ROWS, TILE]."""
     if PAIRS_IN == 1:
         if LENGTH == TILE and START % (2 * TILE) == 0:
             both = ct.load(
                 x, (lead, head, row, START // (2 * TILE)), (1, HEADS, ROWS, 2 * TILE),
-                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO,
+                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=TMA,
             )  # fmt: skip
         else:
             both = ct.load(
                 x.slice(3, START, START + 2 * LENGTH), (lead, head, row, 0), (1, HEADS, ROWS, 2 * TILE),
-                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO,
+                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=TMA,
             )  # fmt: skip
         both = ct.reshape(both, (1, HEADS, ROWS, TILE, 2))
         a = ct.reshape(ct.extract(both, (0, 0, 0, 0, 0), (1, HEADS, ROWS, TILE, 1)), (1, HEADS, ROWS, TILE))
         b = ct.reshape(ct.extract(both, (0, 0, 0, 0, 1), (1, HEADS, ROWS, TILE, 1)), (1, HEADS, ROWS, TILE))
     else:
-        a = channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
-        b = channels(x, lead, head, row, START + LENGTH, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
+        a = channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
+        b = channels(x, lead, head, row, START + LENGTH, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
     return ct.astype(a, ct.float32), ct.astype(b, ct.float32)
 
 
-def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS):
+def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA):
     """LENGTH channels from START on, in a tile that may be wider."""
     if LENGTH == TILE and START % TILE == 0:
         return ct.load(
             x, (lead, head, row, START // TILE), (1, HEADS, ROWS, TILE), order=(0, HEAD_AXIS, ROW_AXIS, 3),
-            padding_mode=ZERO,
+            padding_mode=ZERO, allow_tma=TMA,
         )  # fmt: skip
     return ct.load(
         x.slice(3, START, START + LENGTH), (lead, head, row, 0), (1, HEADS, ROWS, TILE),
-        order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO,
+        order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=TMA,
     )  # fmt: skip
 
 
-def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS):
+def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, TMA):
     """Store a tile at LENGTH channels from START on."""
     value = ct.astype(value, y.dtype)
     if LENGTH == TILE and START % TILE == 0:
-        ct.store(y, (lead, head, row, START // TILE), value, order=(0, HEAD_AXIS, ROW_AXIS, 3))
+        ct.store(y, (lead, head, row, START // TILE), value, order=(0, HEAD_AXIS, ROW_AXIS, 3), allow_tma=TMA)
     else:
-        ct.store(y.slice(3, START, START + LENGTH), (lead, head, row, 0), value, order=(0, HEAD_AXIS, ROW_AXIS, 3))
+        ct.store(
+            y.slice(3, START, START + LENGTH),
+            (lead, head, row, 0),
+            value,
+            order=(0, HEAD_AXIS, ROW_AXIS, 3),
+            allow_tma=TMA,
+        )
 
 
-def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS):
+def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA):
     """The table's values for the first and the second channel of each pair, in float32: [1, 1, ROWS, TILE]."""
     lead = ct.minimum(lead, values.shape[0] - 1)
     if FULL and PAIRS_OUT == 1:
-        both = ct.load(values, (lead, row, 0), (1, ROWS, 2 * TILE), padding_mode=ZERO)
+        both = ct.load(values, (lead, row, 0), (1, ROWS, 2 * TILE), padding_mode=ZERO, allow_tma=TMA)
         both = ct.reshape(both, (1, ROWS, TILE, 2))
         first = ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1))
         second = ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1))
     else:
         if LENGTH == TILE:
-            first = ct.load(values, (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO)
+            first = ct.load(values, (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
         else:
-            first = ct.load(values.slice(2, 0, LENGTH), (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO)
+            first = ct.load(
+                values.slice(2, 0, LENGTH), (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA
+            )
         second = first
         if FULL:
             if LENGTH == TILE:
-                second = ct.load(values, (lead, row, 1), (1, ROWS, TILE), padding_mode=ZERO)
+                second = ct.load(values, (lead, row, 1), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
             else:
                 second = ct.load(
-                    values.slice(2, LENGTH, 2 * LENGTH), (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO
+                    values.slice(2, LENGTH, 2 * LENGTH),
+                    (lead, row, 0),
+                    (1, ROWS, TILE),
+                    padding_mode=ZERO,
+                    allow_tma=TMA,
                 )
     shape = (1, 1, ROWS, TILE)
     return ct.astype(ct.reshape(first, shape), ct.float32), ct.astype(ct.reshape(second, shape), ct.float32)
@@ -108,10 +121,10 @@ def rounded(value, x, ROUND):
 
 def turn(
     x, y, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND, LENGTH, TILE, HEADS,
-    ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE,
+    ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
 ):  # fmt: skip
     """One tile of q or of k."""
-    a, b = parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
+    a, b = parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
     if BACKWARD:
         first = rounded(a * cos_a, x, ROUND) + rounded(b * sin_a, x, ROUND)
         second = rounded(b * cos_b, x, ROUND) - rounded(a * sin_b, x, ROUND)
@@ -122,13 +135,38 @@ def turn(
         shape = (1, HEADS, ROWS, TILE, 1)
         both = ct.cat((ct.reshape(first, shape), ct.reshape(second, shape)), 4)
         both = ct.reshape(both, (1, HEADS, ROWS, 2 * TILE))
-        put(y, both, lead, head, row, START, 2 * LENGTH, 2 * TILE, HEAD_AXIS, ROW_AXIS)
+        put(y, both, lead, head, row, START, 2 * LENGTH, 2 * TILE, HEAD_AXIS, ROW_AXIS, TMA)
     else:
-        put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS)
-        put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS)
+        put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, TMA)
+        put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, TMA)
     if REST > 0:
-        rest = channels(x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS)
-        put(y, rest, lead, head, row, REST_START, REST, REST_TILE, HEAD_AXIS, ROW_AXIS)
+        rest = channels(x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
+        put(y, rest, lead, head, row, REST_START, REST, REST_TILE, HEAD_AXIS, ROW_AXIS, TMA)
+
+
+def rope_tile(
+    q, k, cos, sin, q_out, k_out, lead, row, head, k_tiles, WITH_K, FEWER, HEAD_AXIS, ROW_AXIS, START, LENGTH, TILE,
+    REST_START, REST, REST_TILE, PAIRS_IN, PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS, K_HEADS, ROWS, TMA,
+):  # fmt: skip
+    """Some heads of q, and of k where there are that many, at some rows."""
+    cos_a, cos_b = table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA)
+    sin_a, sin_b = table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA)
+    turn(
+        q, q_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND, LENGTH,
+        TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
+    )  # fmt: skip
+    if WITH_K:
+        if FEWER:
+            if head < k_tiles:
+                turn(
+                    k, k_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND,
+                    LENGTH, TILE, K_HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
+                )  # fmt: skip
+        else:
+            turn(
+                k, k_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND,
+                LENGTH, TILE, K_HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
+            )  # fmt: skip
 
 
 @ct.kernel
@@ -140,6 +178,7 @@ def rope_kernel(
     q_out,
     k_out,
     WITH_K: ct.Constant[bool],
+    FEWER: ct.Constant[bool],
     HEAD_AXIS: ct.Constant[int],
     ROW_AXIS: ct.Constant[int],
     START: ct.Constant[int],
@@ -154,34 +193,33 @@ def rope_kernel(
     BACKWARD: ct.Constant[bool],
     ROUND: ct.Constant[bool],
     HEADS: ct.Constant[int],
+    K_HEADS: ct.Constant[int],
     ROWS: ct.Constant[int],
+    LOOP: ct.Constant[bool],
+    TMA: ct.Constant[bool],
 ):
     """q, k: four axes, the batch first and the channels last; cos, sin: [1 or batch, length, values].
 
-    LENGTH pairs turn, from channel START on; REST channels from REST_START on are copied.
+    LENGTH pairs turn, from channel START on; REST channels from REST_START on are copied. A tile has HEADS of q and
+    K_HEADS of k; k has no more tiles than q, with FEWER it has fewer.
     """
-    q_tiles = ct.cdiv(q.shape[HEAD_AXIS], HEADS)
-    tiles = q_tiles
-    if WITH_K:
-        tiles = q_tiles + ct.cdiv(k.shape[HEAD_AXIS], HEADS)
+    tiles = ct.cdiv(q.shape[HEAD_AXIS], HEADS)
+    k_tiles = ct.cdiv(k.shape[HEAD_AXIS], K_HEADS)
     across = ct.cdiv(q.shape[ROW_AXIS], ROWS) * tiles
-    for index in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
-        lead = index // across
-        row = (index % across) // tiles
-        head = index % tiles
-        cos_a, cos_b = table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS)
-        sin_a, sin_b = table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS)
-        if head < q_tiles:
-            turn(
-                q, q_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND,
-                LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE,
+    if LOOP:
+        for index in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
+            rope_tile(
+                q, k, cos, sin, q_out, k_out, index // across, (index % across) // tiles, index % tiles, k_tiles,
+                WITH_K, FEWER, HEAD_AXIS, ROW_AXIS, START, LENGTH, TILE, REST_START, REST, REST_TILE, PAIRS_IN,
+                PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS, K_HEADS, ROWS, TMA,
             )  # fmt: skip
-        if WITH_K:
-            if head >= q_tiles:
-                turn(
-                    k, k_out, cos_a, cos_b, sin_a, sin_b, lead, head - q_tiles, row, START, PAIRS_IN, PAIRS_OUT,
-                    BACKWARD, ROUND, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE,
-                )  # fmt: skip
+    else:
+        index = ct.bid(0)
+        rope_tile(
+            q, k, cos, sin, q_out, k_out, index // across, (index % across) // tiles, index % tiles, k_tiles, WITH_K,
+            FEWER, HEAD_AXIS, ROW_AXIS, START, LENGTH, TILE, REST_START, REST, REST_TILE, PAIRS_IN, PAIRS_OUT, FULL,
+            BACKWARD, ROUND, HEADS, K_HEADS, ROWS, TMA,
+        )  # fmt: skip
 
 
 def rope(
@@ -290,19 +328,21 @@ def _plan(
     head_axis = 3 - row_axis
     length, width = turned // 2, q[3]
     tile, rest = power_of_two(length), width - turned
-    heads = max(1, min(power_of_two(q[head_axis]), 8, TILE_ELEMENTS // tile))
-    rows = max(1, min(power_of_two(q[row_axis]), TILE_ELEMENTS // (tile * heads)))
-
-    def blocks() -> int:
-        count = -(-q[head_axis] // heads) + (-(-k[head_axis] // heads) if with_k else 0)
-        return q[0] * -(-q[row_axis] // rows) * count
-
-    while rows > 1 and blocks() < 2 * processors(device):
-        rows //= 2
-    while heads > 1 and blocks() < processors(device) // 2:
+    tuning = SMALL if q[0] * q[1] * q[2] * q[3] <= SMALL_ELEMENTS else LARGE
+    q_heads, k_heads = q[head_axis], k[head_axis] if with_k else 1
+    heads = max(1, min(power_of_two(max(q_heads, k_heads)), tuning.elements // tile))
+    rows = 1
+    while q[0] * -(-max(q_heads, k_heads) // heads) * q[row_axis] < processors(device) and heads > 8:
         heads //= 2
+    while rows < q[row_axis] and 2 * rows * heads * tile <= tuning.elements and q[0] * q[row_axis] // rows > 1024:
+        rows *= 2
+    tiles = -(-q_heads // heads)
+    together = power_of_two(-(-k_heads // tiles))
+    count = q[0] * -(-q[row_axis] // rows) * tiles
+    grid = tuning.grid(count, device)
     constants = (
         with_k,
+        -(-k_heads // together) < tiles,
         head_axis,
         row_axis,
         start,
@@ -317,9 +357,12 @@ def _plan(
         backward,
         rounds,
         heads,
+        together,
         rows,
+        grid[0] < count,
+        tuning.tma,
     )
-    return Plan(rope_kernel, (min(blocks(), LARGEST_GRID),), constants)
+    return Plan(tuning.hinted(rope_kernel), grid, constants)
 
 
 @torch.library.custom_op("kernelgraft::rope", mutates_args=())

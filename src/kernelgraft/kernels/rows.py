@@ -17,7 +17,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, LARGEST_GRID, Plan, extent, hinted, power_of_two, processors
+from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, extent, power_of_two, processors
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -29,101 +29,127 @@ KEEP, TO_INPUT, TO_WEIGHT, FACTOR = 0, 1, 2, 3
 RESIDENT_PIECES = 8
 RESIDENT_WIDTH = 16384
 """Rows up to this many elements stay in registers."""
-TILE_ELEMENTS = 2048
-"""Elements of a tile that holds several rows."""
+SMALL = Tuning(elements=2048)
+LARGE = Tuning(elements=2048)
+SMALL_ELEMENTS = 2**20
+"""Up to that many elements of x, `SMALL` holds, `LARGE` beyond."""
 BLOCKS_PER_PROCESSOR = 2
 """Rows are put together into one tile only as far as that many blocks are left."""
 
 
 def norm_rows(
     residual, x, weight, bias, total, y, eps, width, WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
-    ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT,
+    ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
 ):  # fmt: skip
-    """Every tile of rows that falls to this block."""
+    """Every tile of rows that falls to this block; without LOOP that is one."""
     across = ct.cdiv(x.shape[1], ROWS)
-    for index in range(ct.bid(0), x.shape[0] * across, ct.num_blocks(0)):
-        lead = index // across
-        row = index % across
-        if RESIDENT:
-            pieces = ()
-            for p in ct.static_iter(range(PIECES)):
-                pieces += (input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE),)
-        else:
-            pieces = ()
-        shift = ct.zeros((1, ROWS, 1), dtype=ct.float32)
-        if CENTRED:
-            sums = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
-            if RESIDENT:
-                for p in ct.static_iter(range(PIECES)):
-                    sums = sums + ct.astype(pieces[p], ct.float32)
-            else:
-                for p in range(PIECES):
-                    piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE)
-                    sums = sums + ct.astype(piece, ct.float32)
-            shift = ct.sum(sums, axis=2, keepdims=True) / width
-        squares = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
-        if RESIDENT:
-            for p in ct.static_iter(range(PIECES)):
-                squares = squares + squared(pieces[p], shift, p, x.shape[2], CENTRED, TILE, EXACT)
-        else:
-            for p in range(PIECES):
-                piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE)
-                squares = squares + squared(piece, shift, p, x.shape[2], CENTRED, TILE, EXACT)
-        variance = ct.sum(squares, axis=2, keepdims=True) / width + eps
-        if DIVIDE:
-            factor = ct.sqrt(variance)
-        else:
-            factor = ct.rsqrt(variance)
-        if RESIDENT:
-            for p in ct.static_iter(range(PIECES)):
-                normed = scaled(
-                    pieces[p], shift, factor, weight, bias, y, p, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
-                    ROUND_SCALED, DIVIDE, TILE,
-                )  # fmt: skip
-                output_piece(normed, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE)
-        else:
-            for p in range(PIECES):
-                piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE)
-                normed = scaled(
-                    piece, shift, factor, weight, bias, y, p, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
-                    ROUND_SCALED, DIVIDE, TILE,
-                )  # fmt: skip
-                if WHERE == SUM_FIRST:
-                    ct.store(total, (lead, row, p), piece)
-                output_piece(normed, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE)
-        if RESIDENT and WHERE == SUM_FIRST:
-            for p in ct.static_iter(range(PIECES)):
-                ct.store(total, (lead, row, p), pieces[p])
+    scales = ()
+    shifts = ()
+    if RESIDENT:
+        # Asked for before the rows, so that they arrive together; blocks that take several tiles load them once.
+        for p in ct.static_iter(range(PIECES)):
+            if WEIGHT:
+                scales += (ct.load(weight, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA),)
+            if BIAS:
+                shifts += (ct.load(bias, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA),)
+    if LOOP:
+        for index in range(ct.bid(0), x.shape[0] * across, ct.num_blocks(0)):
+            norm_tile(
+                residual, x, weight, bias, total, y, eps, width, index // across, index % across, scales, shifts, WHERE,
+                CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE,
+                PIECES, EXACT, RESIDENT, TMA,
+            )  # fmt: skip
+    else:
+        norm_tile(
+            residual, x, weight, bias, total, y, eps, width, ct.bid(0) // across, ct.bid(0) % across, scales, shifts,
+            WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE,
+            PIECES, EXACT, RESIDENT, TMA,
+        )  # fmt: skip
 
 
-def input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE):
+def norm_tile(
+    residual, x, weight, bias, total, y, eps, width, lead, row, scales, shifts, WHERE, CENTRED, WEIGHT, BIAS, OFFSET,
+    ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, TMA,
+):  # fmt: skip
+    """One tile of rows; `scales` and `shifts` are the pieces of weight and bias where rows are resident."""
+    pieces = ()
+    if RESIDENT:
+        for p in ct.static_iter(range(PIECES)):
+            pieces += (input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA),)
+    mean = ct.zeros((1, ROWS, 1), dtype=ct.float32)
+    if CENTRED:
+        sums = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
+        if RESIDENT:
+            for p in ct.static_iter(range(PIECES)):
+                sums = sums + ct.astype(pieces[p], ct.float32)
+        else:
+            for p in range(PIECES):
+                piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA)
+                sums = sums + ct.astype(piece, ct.float32)
+        mean = ct.sum(sums, axis=2, keepdims=True) / width
+    squares = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
+    if RESIDENT:
+        for p in ct.static_iter(range(PIECES)):
+            squares = squares + squared(pieces[p], mean, p, x.shape[2], CENTRED, TILE, EXACT)
+    else:
+        for p in range(PIECES):
+            piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA)
+            squares = squares + squared(piece, mean, p, x.shape[2], CENTRED, TILE, EXACT)
+    variance = ct.sum(squares, axis=2, keepdims=True) / width + eps
+    if DIVIDE:
+        factor = ct.sqrt(variance)
+    else:
+        factor = ct.rsqrt(variance)
+    if RESIDENT:
+        for p in ct.static_iter(range(PIECES)):
+            value = normalised(pieces[p], mean, factor, weight, CENTRED, ROUND, DIVIDE)
+            if WEIGHT:
+                value = weighted(value, scales[p], y, OFFSET, ROUND_OFFSET, ROUND_SCALED, TILE)
+            if BIAS:
+                value = value + ct.reshape(ct.astype(shifts[p], ct.float32), (1, 1, TILE))
+            if WHERE == SUM_FIRST:
+                ct.store(total, (lead, row, p), pieces[p], allow_tma=TMA)
+            output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, TMA)
+    else:
+        for p in range(PIECES):
+            piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA)
+            value = normalised(piece, mean, factor, weight, CENTRED, ROUND, DIVIDE)
+            if WEIGHT:
+                scale = ct.load(weight, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA)
+                value = weighted(value, scale, y, OFFSET, ROUND_OFFSET, ROUND_SCALED, TILE)
+            if BIAS:
+                shift = ct.load(bias, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA)
+                value = value + ct.reshape(ct.astype(shift, ct.float32), (1, 1, TILE))
+            if WHERE == SUM_FIRST:
+                ct.store(total, (lead, row, p), piece, allow_tma=TMA)
+            output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, TMA)
+
+
+def input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA):
     """What the norm reads: the input, or its sum with the residual, rounded as that is stored."""
-    piece = ct.load(x, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO)
+    piece = ct.load(x, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
     if WHERE == SUM_FIRST:
-        other = ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO)
+        other = ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
         piece = ct.astype(ct.astype(other, ct.float32) + ct.astype(piece, ct.float32), total.dtype)
     return piece
 
 
-def squared(piece, shift, p, columns, CENTRED, TILE, EXACT):
+def squared(piece, mean, p, columns, CENTRED, TILE, EXACT):
     """Squares of a piece, or of its distance from the mean; zero beyond the row."""
     value = ct.astype(piece, ct.float32)
     if CENTRED:
-        value = value - shift
+        value = value - mean
         if not EXACT:
             inside = ct.arange(TILE, dtype=ct.int32) + p * TILE < columns
             value = ct.where(ct.reshape(inside, (1, 1, TILE)), value, 0.0)
     return value * value
 
 
-def scaled(
-    piece, shift, factor, weight, bias, y, p, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, DIVIDE,
-    TILE,
-):  # fmt: skip
-    """The norm of a piece in float32, rounded where the semantics say so."""
+def normalised(piece, mean, factor, weight, CENTRED, ROUND, DIVIDE):
+    """A piece of the norm before its weight in float32, rounded where the semantics say so."""
     value = ct.astype(piece, ct.float32)
     if CENTRED:
-        value = value - shift
+        value = value - mean
     if ROUND == FACTOR:
         factor = ct.astype(ct.astype(factor, piece.dtype), ct.float32)
     if DIVIDE:
@@ -134,29 +160,33 @@ def scaled(
         value = ct.astype(ct.astype(value, piece.dtype), ct.float32)
     if ROUND == TO_WEIGHT:
         value = ct.astype(ct.astype(value, weight.dtype), ct.float32)
-    if WEIGHT:
-        scale = ct.astype(ct.load(weight, (p,), (TILE,), padding_mode=ZERO), ct.float32)
-        if OFFSET:
-            scale = scale + 1.0
-            if ROUND_OFFSET:
-                scale = ct.astype(ct.astype(scale, weight.dtype), ct.float32)
-        value = value * ct.reshape(scale, (1, 1, TILE))
-        if ROUND_SCALED:
-            value = ct.astype(ct.astype(value, y.dtype), ct.float32)
-    if BIAS:
-        value = value + ct.reshape(ct.astype(ct.load(bias, (p,), (TILE,), padding_mode=ZERO), ct.float32), (1, 1, TILE))
     return value
 
 
-def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE):
+def weighted(value, piece, y, OFFSET, ROUND_OFFSET, ROUND_SCALED, TILE):
+    """A piece of the norm times one of the weight."""
+    scale = ct.astype(piece, ct.float32)
+    if OFFSET:
+        scale = scale + 1.0
+        if ROUND_OFFSET:
+            scale = ct.astype(ct.astype(scale, piece.dtype), ct.float32)
+    value = value * ct.reshape(scale, (1, 1, TILE))
+    if ROUND_SCALED:
+        value = ct.astype(ct.astype(value, y.dtype), ct.float32)
+    return value
+
+
+def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, TMA):
     """Add the residual where it comes last, round, store."""
     if WHERE == SUM_LAST:
         if ROUND_NORMED == TO_INPUT:
             value = ct.astype(ct.astype(value, x.dtype), ct.float32)
         if ROUND_NORMED == TO_WEIGHT:
             value = ct.astype(ct.astype(value, weight.dtype), ct.float32)
-        value = value + ct.astype(ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO), ct.float32)
-    ct.store(y, (lead, row, p), ct.astype(value, y.dtype))
+        value = value + ct.astype(
+            ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA), ct.float32
+        )
+    ct.store(y, (lead, row, p), ct.astype(value, y.dtype), allow_tma=TMA)
 
 
 def as_rows(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -192,9 +222,9 @@ def cut(width: int) -> tuple[int, int, bool]:
     return tile, -(-width // tile), True
 
 
-def tile_rows(lead: int, rows: int, tile: int, device: int) -> int:
+def tile_rows(lead: int, rows: int, tile: int, device: int, elements: int) -> int:
     """How many rows a tile takes: narrow ones are put together while enough blocks are left."""
-    most = max(1, min(TILE_ELEMENTS // tile, power_of_two(rows)))
+    most = max(1, min(elements // tile, power_of_two(rows)))
     enough = BLOCKS_PER_PROCESSOR * processors(device)
     while most > 1 and lead * -(-rows // most) < enough:
         most //= 2
@@ -210,11 +240,12 @@ def plan(
     if lead * rows * width >= LARGEST_EXTENT or extent(shape, strides) >= LARGEST_EXTENT:
         return None
     tile, pieces, resident = cut(width)
-    together = tile_rows(lead, rows, tile, device) if pieces == 1 else 1
-    exact = width % tile == 0
-    blocks = min(lead * -(-rows // together), LARGEST_GRID)
-    hints = hinted(kernel, None, None)
-    return Plan(hints, (blocks,), (eps, float(width), *constants, together, tile, pieces, exact, resident))
+    tuning = SMALL if lead * rows * width <= SMALL_ELEMENTS else LARGE
+    together = tile_rows(lead, rows, tile, device, tuning.elements) if pieces == 1 else 1
+    tiles = lead * -(-rows // together)
+    grid = tuning.grid(tiles, device)
+    shape_constants = (together, tile, pieces, width % tile == 0, resident, grid[0] < tiles, tuning.tma)
+    return Plan(tuning.hinted(kernel), grid, (eps, float(width), *constants, *shape_constants))
 
 
 def halves(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
