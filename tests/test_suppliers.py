@@ -380,7 +380,7 @@ def test_every_variant_is_offered_for_something() -> None:
 
 def test_solutions_say_what_they_are() -> None:
     definition = ALL["rms_norm-1-torch.float32-torch.float32"]
-    native, in_place = candidates(definition)
+    native, in_place, _ = candidates(definition)
     assert native.definition == definition.name and native.meta.fingerprint == definition.meta.fingerprint
     assert (native.spec.language, native.spec.target_hardware, native.meta.supplier) == (
         "python",

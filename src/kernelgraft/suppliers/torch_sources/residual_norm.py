@@ -9,6 +9,7 @@ CATALOGUE = {
     "native": "an addition and the fused norm call",
     "scaled": "an addition and the fused norm call without vectors, then scaled",
     "in_place": "an addition and float32 arithmetic scaled in place",
+    "length": "an addition, and the row's length in one operation",
 }
 
 

@@ -12,6 +12,7 @@ CATALOGUE = {
     "native": "torch.rms_norm with the weight",
     "scaled": "torch.rms_norm without a weight, then one multiplication (or multiply-add, for 1 + weight)",
     "in_place": "float32 arithmetic with two temporaries, scaled in place",
+    "length": "the row's length in one operation, a multiply-add for its scale, scaled in place",
 }
 
 
@@ -31,10 +32,17 @@ def codes(
         exact = dtype == "float32"
         yield Code("scaled", (line,), cast(scaled, promoted(dtype, weight), out), match, exact)
     name, lines = (x, []) if dtype == "float32" else ("wide", [f"wide = {x}.float()"])
-    y = f"torch.rsqrt(({name} * {name}).mean(-1, True).add_({eps})).mul({name})"
+    scaling = ""
     if weight is not None:
-        y += f".mul_({'1.0 + ' + cast('weight', weight, 'float32') if offset else 'weight'})"
+        scaling = f".mul_({'1.0 + ' + cast('weight', weight, 'float32') if offset else 'weight'})"
+    y = f"torch.rsqrt(({name} * {name}).mean(-1, True).add_({eps})).mul({name}){scaling}"
     yield Code("in_place", tuple(lines), cast(y, "float32", out), match, False)
+    # On a CPU an operation with a Python number costs twice what one with a tensor costs.
+    lines += [
+        f"length = torch.linalg.vector_norm({name}, 2, -1, True)",
+        f"scale = torch.addcmul(length.new_full((), {eps}), length, length, value={1 / size!r}).rsqrt_()",
+    ]
+    yield Code("length", tuple(lines), cast(f"scale.mul({name}){scaling}", "float32", out), match, False)
 
 
 def drafts(definition: Definition) -> list[Draft] | str:
