@@ -275,7 +275,11 @@ def rope_case(name: str, model: Model, regime: str, batch: int, length: int, pee
         angles = torch.cat((angles, angles), -1)
         return q, k, angles.cos().to(BF16), angles.sin().to(BF16)
 
-    contestants: dict[str, Run] = {"kernelgraft": rope, "torch": rope_eager}
+    contestants: dict[str, Run] = {
+        "kernelgraft": rope,
+        "kernelgraft float32": lambda q, k, cos, sin: rope(q, k, cos, sin, compute="float32"),
+        "torch": rope_eager,
+    }
     if tilegym := peers.get("tilegym"):
         contestants["tilegym"] = lambda q, k, cos, sin: tilegym.ops.apply_rope_base(q, k, cos, sin)
     if liger := peers.get("liger"):
@@ -308,7 +312,7 @@ def cases(peers: dict[str, Any], models: list[str]) -> Iterator[Case]:
 
 
 def wrong(case: Case, run: Run) -> str | None:
-    """Why a contestant's results are not right; None if they are. They may be at most 3 bfloat16 roundings off."""
+    """Why a contestant's results are not right; None if they are. They may be at most 4 bfloat16 roundings off."""
     inputs = case.make()
     expected = as_tuple(case.exact(*inputs))
     found = as_tuple(run(*(t.clone() for t in inputs)))
@@ -318,7 +322,7 @@ def wrong(case: Case, run: Run) -> str | None:
             return f"shape {tuple(actual.shape)}"
         wanted = wanted.double()
         distance = (actual.double() - wanted).abs()
-        allowed = 3 * 2**-8 * (wanted.abs() + wanted.pow(2).mean().sqrt())
+        allowed = 4 * 2**-8 * (wanted.abs() + wanted.pow(2).mean().sqrt())
         ratio = float((distance / allowed).nan_to_num(math.inf).max())
         if ratio > 1:
             return f"{ratio:.3g} times the allowed error"
@@ -416,11 +420,12 @@ def measure(case: Case, rounds: int, compiled: bool, copy_gbps: float) -> list[d
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a copy of 1 GiB, reads and writes counted."""
-    source = torch.randn(2**29, device="cuda").view(torch.uint8)[: 2**30]
+    """GB/s of a copy of 1 GiB, reads and writes counted: the driver's or an elementwise kernel's, the faster one."""
+    source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
-    replay = Replay(lambda: target.copy_(source), [()], 10)
-    return 2**31 / statistics.median(replay.time() for _ in range(7)) / 1e3
+    runs: list[Run] = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
+    replays = [Replay(run, [()], 10) for run in runs]
+    return 2**31 / min(statistics.median(replay.time() for _ in range(7)) for replay in replays) / 1e3
 
 
 def launch_cost() -> dict[str, float]:
@@ -460,38 +465,40 @@ def rms_module_kernel() -> Any:
 # Settings
 
 
+def forget() -> None:
+    """Empty the caches of launch plans."""
+    from kernelgraft.kernels import rms_norm as rms_module
+
+    for plan in (rows_module.plan, act_module._plan, rope_module._plan, rms_module._ready):
+        plan.cache_clear()
+
+
 @contextlib.contextmanager
 def setting(module: Any, **changes: Any) -> Iterator[None]:
     """The module's `SMALL` and `LARGE` with changes; plans are forgotten before and after."""
     before = module.SMALL, module.LARGE
-    plan = module.plan if hasattr(module, "plan") else module._plan
     module.SMALL, module.LARGE = (dataclasses.replace(tuning, **changes) for tuning in before)
-    plan.cache_clear()
+    forget()
     try:
         yield
     finally:
         module.SMALL, module.LARGE = before
-        plan.cache_clear()
+        forget()
 
 
 def sweep(copy_gbps: float, until: float) -> list[dict[str, Any]]:
     """Device times of our kernels under other settings, one at a time and in some pairs."""
-    changes: list[dict[str, Any]] = [{}]
-    changes += [{"tma": False}, *({"elements": n} for n in (1024, 4096, 8192))]
-    changes += [{"occupancy": n} for n in (2, 4, 8)] + [{"worker_warps": 8}, {"blocks": 8}, {"blocks": 2}]
-    changes += [{"tma": False, "occupancy": n} for n in (4, 8)] + [{"tma": False, "elements": 4096}]
-    changes += [{"tma": False, "elements": 1024}, {"tma": False, "blocks": 8}]
+    changes: list[dict[str, Any]] = [{}, {"tma": False}, {"tma": True}]
+    changes += [{"elements": n} for n in (256, 512, 1024, 2048, 4096)]
+    changes += [{"occupancy": n} for n in (None, 2, 4, 8)] + [{"worker_warps": n} for n in (None, 4, 8)]
+    changes += [{"blocks": n} for n in (None, 4, 8)]
     wanted = [
-        ("rms_norm", "llama-3.1-8b", "4x4096", rows_module),
-        ("add_rms_norm", "llama-3.1-8b", "4x4096", rows_module),
-        ("act_and_mul", "llama-3.1-8b", "4x4096", act_module),
-        ("rope", "llama-3.1-8b", "4x4096", rope_module),
         ("rms_norm", "llama-3.1-8b", "decode", rows_module),
-        ("rms_norm heads", "qwen3-0.6b", "prefill4096", rows_module),
+        ("add_rms_norm", "llama-3.1-8b", "prefill4096", rows_module),
+        ("rms_norm heads", "qwen3-0.6b", "batch32", rows_module),
+        ("rope", "qwen3-0.6b", "prefill4096", rope_module),
         ("rope", "llama-3.1-8b", "decode", rope_module),
-        ("act_and_mul", "llama-3.1-8b", "decode", act_module),
-        ("add_rms_norm", "gemma-3-4b", "prefill4096", rows_module),
-        ("rope", "phi-3-mini", "prefill4096", rope_module),
+        ("act_and_mul", "llama-3.1-8b", "prefill4096", act_module),
         ("act_and_mul", "phi-3-mini", "prefill4096", act_module),
     ]
     known = {(c.kernel, c.model, c.regime): c for c in cases({}, list(MODELS))}

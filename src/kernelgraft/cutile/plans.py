@@ -91,6 +91,9 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
 def eager(*tensors: torch.Tensor | None) -> bool:
     """True if a launcher may run at once: nothing traces, no gradient is wanted, all tensors are plain.
 
@@ -100,9 +103,6 @@ def eager(*tensors: torch.Tensor | None) -> bool:
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None:
-            if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-                return False
-            if grad and tensor.requires_grad:
-                return False
+        if type(tensor) not in _PLAIN or (grad and tensor is not None and tensor.requires_grad):
+            return False
     return True

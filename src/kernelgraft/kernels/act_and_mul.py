@@ -18,7 +18,17 @@ import cuda.tile as ct
 import torch
 from torch.nn import functional
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two, processors
+from kernelgraft.cutile.plans import (
+    LARGEST_EXTENT,
+    LARGEST_GRID,
+    Plan,
+    Tuning,
+    eager,
+    extent,
+    fire,
+    power_of_two,
+    processors,
+)
 from kernelgraft.kernels import rows
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,7 +67,7 @@ CLAMPS = {None: UNLIMITED, "before": BEFORE, "after": AFTER}
 ZERO = ct.PaddingMode.ZERO
 
 SMALL = Tuning(elements=512)
-LARGE = Tuning(elements=2048)
+LARGE = Tuning(elements=1024)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of the result, `SMALL` holds, `LARGE` beyond."""
 
@@ -322,9 +332,12 @@ def _plan(
         return None
     tuning = SMALL if lead * count * width <= SMALL_ELEMENTS else LARGE
     divisor = width & -width
-    tile = min(divisor if divisor >= 512 else power_of_two(width), tuning.elements)
+    most = tuning.elements
+    if form == SEPARATE and lead * count * width > most * LARGEST_GRID:
+        most *= 2  # blocks then take several tiles in turn, which larger ones make up for
+    tile = min(divisor if divisor >= 512 else power_of_two(width), most)
     pieces = -(-width // tile)
-    together = max(1, min(tuning.elements // tile, power_of_two(count)))
+    together = max(1, min(most // tile, power_of_two(count)))
     while together > 1 and lead * -(-count // together) * pieces < 2 * processors(device):
         together //= 2
     cut = width if form in (GATE_FIRST, UP_FIRST) and width % tile else 0

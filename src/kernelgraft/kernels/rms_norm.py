@@ -9,12 +9,13 @@ from the formula in float32.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import eager, fire
+from kernelgraft.cutile.plans import Plan, eager, fire
 from kernelgraft.kernels import rows
 
 CASTS = ("before_weight", "after_weight", "weight_dtype", "factor", "none")
@@ -49,6 +50,7 @@ def rms_norm_kernel(
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def rounding(cast: str, x: torch.dtype, weight: torch.dtype | None) -> tuple[int, torch.dtype]:
     """How a cast rounds before the weight, and the dtype of its result."""
     if weight is None:
@@ -78,8 +80,39 @@ def rms_norm(
     inverse.
     """
     if eager(x, weight):
+        if x.dim() == 3:
+            vector = None if weight is None else weight.dtype
+            ready = _ready(
+                x.shape, x.stride(), x.get_device(), x.dtype, vector, eps, offset, cast, round_offset, divide
+            )
+            if ready is not None:
+                y = torch.empty_like(x, dtype=ready[1])
+                fire(ready[0], (x, x if weight is None else weight, y))
+                return y
         return _run(x, weight, eps, offset, cast, round_offset, divide)
     return _op(x, weight, eps, offset, cast, round_offset, divide)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ready(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: int,
+    x: torch.dtype,
+    weight: torch.dtype | None,
+    eps: float,
+    offset: bool,
+    cast: str,
+    round_offset: bool,
+    divide: bool,
+) -> tuple[Plan, torch.dtype] | None:
+    """All that a call needs in one look-up; None where there is nothing to launch or more than one launch."""
+    how, dtype = rounding(cast, x, weight)
+    if 0 in shape:
+        return None
+    constants = (weight is not None, offset, round_offset, how, divide)
+    plan = rows.plan(rms_norm_kernel, shape, strides, device, eps, constants)
+    return None if plan is None else (plan, dtype)
 
 
 def _run(

@@ -1,8 +1,8 @@
 """Rotary position embedding of q and k, out of place, in one launch.
 
 Channels a and b of a pair become a cos - b sin and b cos + a sin; pairs are (i, i + r/2) or (2i, 2i + 1), any even
-number r of channels turns, the others are copied. Arithmetic is float32; with `compute="input"` products are rounded as
-torch rounds them where q and the tables are of one half type. Gradients are computed by torch in float32.
+number r of channels turns, the others are copied. Arithmetic is float32, except with `compute="input"` where q
+and the tables are of one half type: then it is in that type, as torch's is. Gradients are computed by torch in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two, processors
+from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two
 
 ZERO = ct.PaddingMode.ZERO
 HALF = (torch.float16, torch.bfloat16)
@@ -25,14 +25,14 @@ TABLES = ("full", "first_half", "half")
 """A value for each rotated channel, the same of which only the first half is read, or a value for each pair."""
 PAIRS = ("half", "interleaved")
 
-SMALL = Tuning(elements=2048)
-LARGE = Tuning(elements=2048)
+SMALL = Tuning(elements=256)
+LARGE = Tuning(elements=2048, tma=False, occupancy=4, worker_warps=8)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of q, `SMALL` holds, `LARGE` beyond; a tile's elements are counted as pairs."""
 
 
 def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA):
-    """Both channels of each pair of a tile, in float32: [1, HEADS, ROWS, TILE]."""
+    """Both channels of each pair of a tile: [1, HEADS, ROWS, TILE]."""
     if PAIRS_IN == 1:
         if LENGTH == TILE and START % (2 * TILE) == 0:
             both = ct.load(
@@ -50,7 +50,7 @@ def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_A
     else:
         a = channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
         b = channels(x, lead, head, row, START + LENGTH, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
-    return ct.astype(a, ct.float32), ct.astype(b, ct.float32)
+    return a, b
 
 
 def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA):
@@ -82,7 +82,7 @@ def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, TMA
 
 
 def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA):
-    """The table's values for the first and the second channel of each pair, in float32: [1, 1, ROWS, TILE]."""
+    """The table's values for the first and the second channel of each pair: [1, 1, ROWS, TILE]."""
     lead = ct.minimum(lead, values.shape[0] - 1)
     if FULL and PAIRS_OUT == 1:
         both = ct.load(values, (lead, row, 0), (1, ROWS, 2 * TILE), padding_mode=ZERO, allow_tma=TMA)
@@ -109,14 +109,7 @@ def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA):
                     allow_tma=TMA,
                 )
     shape = (1, 1, ROWS, TILE)
-    return ct.astype(ct.reshape(first, shape), ct.float32), ct.astype(ct.reshape(second, shape), ct.float32)
-
-
-def rounded(value, x, ROUND):
-    """A product as the input's dtype holds it."""
-    if ROUND:
-        return ct.astype(ct.astype(value, x.dtype), ct.float32)
-    return value
+    return ct.reshape(first, shape), ct.reshape(second, shape)
 
 
 def turn(
@@ -125,12 +118,16 @@ def turn(
 ):  # fmt: skip
     """One tile of q or of k."""
     a, b = parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
+    if not ROUND:
+        a, b = ct.astype(a, ct.float32), ct.astype(b, ct.float32)
+        cos_a, cos_b = ct.astype(cos_a, ct.float32), ct.astype(cos_b, ct.float32)
+        sin_a, sin_b = ct.astype(sin_a, ct.float32), ct.astype(sin_b, ct.float32)
     if BACKWARD:
-        first = rounded(a * cos_a, x, ROUND) + rounded(b * sin_a, x, ROUND)
-        second = rounded(b * cos_b, x, ROUND) - rounded(a * sin_b, x, ROUND)
+        first = a * cos_a + b * sin_a
+        second = b * cos_b - a * sin_b
     else:
-        first = rounded(a * cos_a, x, ROUND) - rounded(b * sin_a, x, ROUND)
-        second = rounded(b * cos_b, x, ROUND) + rounded(a * sin_b, x, ROUND)
+        first = a * cos_a - b * sin_a
+        second = b * cos_b + a * sin_b
     if PAIRS_OUT == 1:
         shape = (1, HEADS, ROWS, TILE, 1)
         both = ct.cat((ct.reshape(first, shape), ct.reshape(second, shape)), 4)
@@ -332,9 +329,8 @@ def _plan(
     q_heads, k_heads = q[head_axis], k[head_axis] if with_k else 1
     heads = max(1, min(power_of_two(max(q_heads, k_heads)), tuning.elements // tile))
     rows = 1
-    while q[0] * -(-max(q_heads, k_heads) // heads) * q[row_axis] < processors(device) and heads > 8:
-        heads //= 2
-    while rows < q[row_axis] and 2 * rows * heads * tile <= tuning.elements and q[0] * q[row_axis] // rows > 1024:
+    # Rows lie apart from heads in memory: several to a tile only where a row alone would be too little work.
+    while rows < q[row_axis] and 2 * rows * heads * tile <= 512 and q[0] * q[row_axis] // rows > 1024:
         rows *= 2
     tiles = -(-q_heads // heads)
     together = power_of_two(-(-k_heads // tiles))

@@ -29,8 +29,8 @@ KEEP, TO_INPUT, TO_WEIGHT, FACTOR = 0, 1, 2, 3
 RESIDENT_PIECES = 8
 RESIDENT_WIDTH = 16384
 """Rows up to this many elements stay in registers."""
-SMALL = Tuning(elements=2048)
-LARGE = Tuning(elements=2048)
+SMALL = Tuning(elements=2048, occupancy=4, worker_warps=8)
+LARGE = Tuning(elements=2048, occupancy=4, blocks=4)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of x, `SMALL` holds, `LARGE` beyond."""
 BLOCKS_PER_PROCESSOR = 2
@@ -184,7 +184,8 @@ def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORME
         if ROUND_NORMED == TO_WEIGHT:
             value = ct.astype(ct.astype(value, weight.dtype), ct.float32)
         value = value + ct.astype(
-            ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA), ct.float32
+            ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA),
+            ct.float32,
         )
     ct.store(y, (lead, row, p), ct.astype(value, y.dtype), allow_tma=TMA)
 
