@@ -14,6 +14,7 @@ subscript, additions in a helper function.
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -101,14 +102,14 @@ def transformer(sites: Iterable[Site]) -> Transform:
 
 def original(site: Site) -> Callable[..., Any]:
     """What the statements of a site compute: `f(module, residual, hidden_states)`, returns as its replacement does."""
-    path = site.symbol or ""
+    norm_of = operator.attrgetter(site.symbol or "")  # much faster than `get_submodule`, and this is a hot path
 
     def pre(module: nn.Module, residual: Any, hidden_states: Any) -> Any:
         total = residual + hidden_states
-        return total, module.get_submodule(path)(total)
+        return total, norm_of(module)(total)
 
     def post(module: nn.Module, residual: Any, hidden_states: Any) -> Any:
-        return residual + module.get_submodule(path)(hidden_states)
+        return residual + norm_of(module)(hidden_states)
 
     return pre if site.detail["order"] == "pre" else post
 
