@@ -197,3 +197,9 @@ def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
     for path in answer["files"].values():
         assert Path(path).exists()
     assert json.loads((out / "result.json").read_text())["patches"] == answer["patches"]
+    code, text, err = run("run", "config:llama", "--out", out, "--json", "-", "--suppliers", "torch")
+    assert code == 0
+    assert "--force redoes it" in err
+    again = json.loads(text)
+    assert again["bench"] == answer["bench"], "a job that is done keeps its benchmark"
+    assert json.loads((out / "result.json").read_text())["bench"] == answer["bench"]

@@ -221,6 +221,7 @@ def run(
 ) -> None:
     """The whole job: research, plan, verify, measure, graft, and benchmark."""
     from kernelgraft import pipeline, report
+    from kernelgraft.bench import BenchResult
     from kernelgraft.store import Inventory
 
     chosen, how = _names(suppliers), _policy(policy)
@@ -232,8 +233,10 @@ def run(
     if done.already:
         people.print(f"{done.already}; --force redoes it")
     console.print(report.graft_table(done.graft))
-    result = None
-    if not done.already and done.graft.accepted:
+    result = store.load_record("bench", BenchResult) if done.already and store.has_record("bench") else None
+    if result is not None:
+        console.print(report.bench_table(result))
+    elif not done.already and done.graft.accepted:
         result = _bench(model, store.root, pairs, new_tokens, 1, "dynamic", dtype, device)
         store.save_record("bench", result)
         console.print(report.bench_table(result))
