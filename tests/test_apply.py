@@ -74,7 +74,7 @@ def test_every_difference_is_named_in_one_line_with_the_next_step(loaded: Any) -
     for part in ("configuration", "transformers is", "`1.2.3`", "cpu is", "`another`", "torch is", "`1.0`"):
         assert part in text
     assert "\n" not in text
-    assert f"`kernelgraft integrate {graft().model.name} --force`" in text
+    assert f"`kernelgraft run {graft().model.name} --force`" in text
     assert state(loaded.model) == before
 
 

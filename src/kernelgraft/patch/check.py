@@ -27,7 +27,7 @@ def refuse_mismatches(graft: Graft, root: nn.Module) -> None:
     if wrong:
         raise MismatchError(
             f"the graft of `{graft.model.name}` does not fit: {'; '.join(wrong)}; "
-            f"run `kernelgraft integrate {graft.model.name} --force`"
+            f"run `kernelgraft run {graft.model.name} --force`"
         )
 
 
