@@ -30,7 +30,7 @@ from torch.nn import functional
 from kernelgraft import machine
 from kernelgraft.kernels import act_and_mul as act_module
 from kernelgraft.kernels import rope as rope_module
-from kernelgraft.kernels import rows as rows_module
+from kernelgraft.kernels import row_plans, rows
 from kernelgraft.kernels.act_and_mul import act_and_mul, packed_act_and_mul
 from kernelgraft.kernels.add_rms_norm import add_rms_norm
 from kernelgraft.kernels.layer_norm import layer_norm
@@ -432,21 +432,26 @@ def launch_cost() -> dict[str, float]:
     """Host time of `ct.launch` alone and of torch's own fused norm, µs, beside which ours are to be read."""
     import cuda.tile as ct
 
-    from kernelgraft.cutile.plans import Plan
+    from kernelgraft.kernels.rms_norm import rms_norm_kernel
 
     x, weight = drawn(1, 1, 4096), drawn(4096)
     y = torch.empty_like(x)
-    chosen = rows_module.plan(
-        rms_module_kernel(), x.shape, x.stride(), 0, EPS, (True, False, False, rows_module.TO_INPUT, False)
-    )
-    assert isinstance(chosen, Plan)
-    stream, args = torch.cuda.current_stream(), (x, weight, y, *chosen.constants)
+    chosen = row_plans.plan(rms_norm_kernel, x.shape, 0, EPS, (True, False, False, rows.TO_INPUT, False))
+    stream, args = torch.cuda.current_stream().cuda_stream, (x, y, weight, *chosen.constants)
+    q, k = drawn(1, 1, 32, 128).transpose(1, 2), drawn(1, 1, 8, 128).transpose(1, 2)
+    cos, sin, gate = drawn(1, 1, 128), drawn(1, 1, 128), drawn(1, 1, 14336)
+    heads, head_weight = drawn(1, 1, 32, 128), drawn(128)
     runs: dict[str, Run] = {
         "ct.launch": lambda: ct.launch(stream, chosen.grid, chosen.kernel, args),
         "rms_norm": lambda: rms_norm(x, weight, EPS, cast="before_weight"),
         "rms_norm custom op": lambda: torch.ops.kernelgraft.rms_norm(
             x, weight, EPS, False, "before_weight", False, False
         ),
+        "rms_norm of heads": lambda: rms_norm(heads, head_weight, EPS, cast="before_weight"),
+        "add_rms_norm": lambda: add_rms_norm(x, x, weight, EPS, cast="before_weight"),
+        "layer_norm": lambda: layer_norm(x, weight, weight, EPS),
+        "act_and_mul": lambda: act_and_mul(gate, gate),
+        "rope": lambda: rope(q, k, cos, sin),
         "torch fused rms_norm": lambda: functional.rms_norm(x, (4096,), weight, EPS),
         "torch empty_like": lambda: torch.empty_like(x),
     }
@@ -456,21 +461,20 @@ def launch_cost() -> dict[str, float]:
         return {name: statistics.median(host_time(run, (), 500) for _ in range(9)) for name, run in runs.items()}
 
 
-def rms_module_kernel() -> Any:
-    from kernelgraft.kernels.rms_norm import rms_norm_kernel
-
-    return rms_norm_kernel
-
-
 # Settings
 
 
 def forget() -> None:
     """Empty the caches of launch plans."""
+    from kernelgraft.kernels import add_rms_norm as add_module
+    from kernelgraft.kernels import layer_norm as layer_module
     from kernelgraft.kernels import rms_norm as rms_module
 
-    for plan in (rows_module.plan, act_module._plan, rope_module._plan, rms_module._ready):
-        plan.cache_clear()
+    row_plans.plan.cache_clear()
+    for module in (rms_module, add_module, layer_module, act_module, rope_module):
+        module._call.cache_clear()
+    for module in (act_module, rope_module):
+        module._plan.cache_clear()
 
 
 @contextlib.contextmanager
@@ -493,9 +497,9 @@ def sweep(copy_gbps: float, until: float) -> list[dict[str, Any]]:
     changes += [{"occupancy": n} for n in (None, 2, 4, 8)] + [{"worker_warps": n} for n in (None, 4, 8)]
     changes += [{"blocks": n} for n in (None, 4, 8)]
     wanted = [
-        ("rms_norm", "llama-3.1-8b", "decode", rows_module),
-        ("add_rms_norm", "llama-3.1-8b", "prefill4096", rows_module),
-        ("rms_norm heads", "qwen3-0.6b", "batch32", rows_module),
+        ("rms_norm", "llama-3.1-8b", "decode", row_plans),
+        ("add_rms_norm", "llama-3.1-8b", "prefill4096", row_plans),
+        ("rms_norm heads", "qwen3-0.6b", "batch32", row_plans),
         ("rope", "qwen3-0.6b", "prefill4096", rope_module),
         ("rope", "llama-3.1-8b", "decode", rope_module),
         ("act_and_mul", "llama-3.1-8b", "prefill4096", act_module),

@@ -13,7 +13,11 @@ pytest.importorskip("cuda.tile", reason="the kernels are written in cuTile: pip 
 
 from kernelgraft.cutile import plans
 from kernelgraft.kernels import act_and_mul as act_module
-from kernelgraft.kernels import rows
+from kernelgraft.kernels import add_rms_norm as add_module
+from kernelgraft.kernels import layer_norm as layer_module
+from kernelgraft.kernels import rms_norm as rms_module
+from kernelgraft.kernels import rope as rope_module
+from kernelgraft.kernels import row_plans
 from kernelgraft.kernels.act_and_mul import ACTIVATIONS, PACKED, act_and_mul, packed_act_and_mul
 from kernelgraft.kernels.add_rms_norm import add_rms_norm, rms_norm_add
 from kernelgraft.kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_add
@@ -184,11 +188,8 @@ def test_blocks_take_further_tiles_in_turn(device: str, monkeypatch: pytest.Monk
 
 
 def test_tensors_beyond_an_int32_are_split(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rows, act_module):
+    for module in (row_plans, act_module, rope_module):
         monkeypatch.setattr(module, "LARGEST_EXTENT", 2000)
-    from kernelgraft.kernels import rope as rope_module
-
-    monkeypatch.setattr(rope_module, "LARGEST_EXTENT", 2000)
     clear()
     x, weight = draw(5, 9, 100, dtype=BF16, device=device), draw(100, dtype=BF16, device=device, seed=1)
     close(rms_norm(x, weight, 1e-5), exact_rms(x, weight, 1e-5), BF16)
@@ -202,11 +203,11 @@ def test_tensors_beyond_an_int32_are_split(device: str, monkeypatch: pytest.Monk
 
 def clear() -> None:
     """Forget the launch plans."""
-    from kernelgraft.kernels import rms_norm as rms_module
-    from kernelgraft.kernels import rope as rope_module
-
-    for plan in (rows.plan, rms_module._ready, act_module._plan, rope_module._plan):
-        plan.cache_clear()
+    row_plans.plan.cache_clear()
+    for module in (rms_module, add_module, layer_module, act_module, rope_module):
+        module._call.cache_clear()
+    for module in (act_module, rope_module):
+        module._plan.cache_clear()
 
 
 # Residual additions
@@ -417,7 +418,7 @@ def test_tuning_changes_no_result(tuning: plans.Tuning, device: str, monkeypatch
         return [*norms, act_and_mul(wide, wide), packed_act_and_mul(wide), *rope(q, k, cos, sin)]
 
     expected = results()
-    for module in (rows, act_module, rope_module):
+    for module in (row_plans, act_module, rope_module):
         monkeypatch.setattr(module, "SMALL", tuning)
     for found, wanted in zip(results(), expected, strict=True):
         close(found, wanted.double(), wanted.dtype)
@@ -541,7 +542,7 @@ def test_odd_packed_width_is_refused() -> None:
     "width", [*range(1, 300, 7), 896, 1000, 2560, 3072, 4096, 5120, 7168, 8192, 14336, 16384, 50000]
 )
 def test_pieces_cover_a_row(width: int) -> None:
-    tile, pieces, resident = rows.cut(width)
+    tile, pieces, resident = row_plans.cut(width)
     assert tile & (tile - 1) == 0
     assert (pieces - 1) * tile < width <= pieces * tile
-    assert not resident or pieces <= rows.RESIDENT_PIECES
+    assert not resident or pieces <= row_plans.RESIDENT_PIECES

@@ -86,6 +86,14 @@ def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    steps = [1]
+    for size in shape[:0:-1]:
+        steps.append(steps[-1] * max(size, 1))
+    return tuple(steps[len(steps) - 1 - i] for i in range(len(shape)))
+
+
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
@@ -23,13 +24,14 @@ from kernelgraft.cutile.plans import (
     LARGEST_GRID,
     Plan,
     Tuning,
+    contiguous,
     eager,
     extent,
     fire,
     power_of_two,
     processors,
 )
-from kernelgraft.kernels import rows
+from kernelgraft.kernels.row_plans import as_rows, as_rows_shape, halves, viewable
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": lambda x: x,
@@ -251,9 +253,8 @@ def act_and_mul(
     `ACTIVATIONS`. `upcast`: the activation is not rounded before the product, and the result has the gate's dtype.
     `clamp` (`before` or `after` the activation) keeps the gate below `limit` and `up` within ±`limit`.
     """
-    if eager(gate, up):
-        return _run(gate, up, activation, SEPARATE, upcast, CLAMPS[clamp], limit)
-    return _op(gate, up, activation, SEPARATE, upcast, CLAMPS[clamp], limit)
+    run = _run if eager(gate, up) else _op
+    return run(gate, up, activation, SEPARATE, upcast, CLAMPS[clamp], limit)
 
 
 def packed_act_and_mul(
@@ -268,56 +269,105 @@ def packed_act_and_mul(
     """activation(gate) * up of one tensor [..., 2 * width]; `packed`: a name of `PACKED`; else as `act_and_mul`."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up have one width; {gate_up.shape[-1]} is odd")
-    if eager(gate_up):
-        return _run(gate_up, gate_up, activation, PACKED[packed], upcast, CLAMPS[clamp], limit)
-    return _op(gate_up, None, activation, PACKED[packed], upcast, CLAMPS[clamp], limit)
+    run = _run if eager(gate_up) else _op
+    return run(gate_up, None, activation, PACKED[packed], upcast, CLAMPS[clamp], limit)
 
 
 _NUMBER = {name: number for number, name in enumerate(ACTIVATIONS)}
 _NUMBER |= {alias: _NUMBER[name] for alias, name in ALIASES.items()}
 
 
-def _empty(gate: torch.Tensor, up: torch.Tensor, form: int, upcast: bool) -> torch.Tensor:
-    if form == SEPARATE:
-        if upcast or gate.dtype is up.dtype:
-            return torch.empty_like(gate)
-        return torch.empty_like(gate, dtype=torch.promote_types(gate.dtype, up.dtype))
-    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call of known shapes and dtypes makes and launches."""
+
+    shape: tuple[int, ...] | None
+    """Of the result; None: as the gate's, with its strides."""
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    plan: Plan | None
+    """None: nothing to launch, more than one launch, or tensors that have to be brought to rows first."""
+    views: tuple[tuple[int, int, int], tuple[int, int, int]] | None
+    """The shapes of inputs and result as the kernel takes them; None: they have them."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _call(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    up_strides: tuple[int, ...],
+    device: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    activation: str,
+    form: int,
+    upcast: bool,
+    clamp: int,
+    limit: float,
+) -> _Call:
+    dtype = dtypes[0] if upcast else torch.promote_types(*dtypes)
+    result = None if form == SEPARATE else (*shape[:-1], shape[-1] // 2)
+    steps = contiguous(result or ())
+    views = None if len(shape) == 3 else (as_rows_shape(shape), as_rows_shape(result or shape))
+    flat = views is None or len(shape) < 3 or (viewable(shape, strides) and viewable(shape, up_strides))
+    if 0 in shape or not flat or max(extent(shape, strides), extent(shape, up_strides)) >= LARGEST_EXTENT:
+        return _Call(result, steps, dtype, None, None)
+    half = dtype is not torch.float32
+    seen = as_rows_shape(result or shape)
+    return _Call(result, steps, dtype, _plan(seen, device, half, activation, form, upcast, clamp, limit), views)
 
 
 def _run(
-    gate: torch.Tensor, up: torch.Tensor, activation: str, form: int, upcast: bool, clamp: int, limit: float
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: str,
+    form: int,
+    upcast: bool,
+    clamp: int,
+    limit: float,
 ) -> torch.Tensor:
-    y = _empty(gate, up, form, upcast)
-    if y.numel():
-        out, head, *tail = rows.as_rows(y, gate, up) if form == SEPARATE else rows.as_rows(y, gate)
-        _launch(head, tail[0] if tail else head, out, activation, form, upcast, clamp, limit)
+    other = gate if up is None else up
+    dtypes = gate.dtype, other.dtype
+    found = _call(
+        gate.shape, gate.stride(), other.stride(), gate.get_device(), dtypes, activation, form, upcast, clamp, limit
+    )
+    if found.shape is None:
+        y = torch.empty_like(gate, dtype=found.dtype)
+    else:
+        y = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device=gate.device)
+    if found.plan is None:
+        if y.numel():
+            out, first, second = as_rows(y, gate, other)
+            _split(out, first, second, activation, form, upcast, clamp, limit)
+    elif found.views is None:
+        fire(found.plan, (gate, other, y))
+    else:
+        (lead, rows, width), (_, _, half) = found.views  # torch takes sizes one by one faster than as a tuple
+        fire(found.plan, (gate.view(lead, rows, width), other.view(lead, rows, width), y.view(lead, rows, half)))
     return y
 
 
-def _launch(
+def _split(
+    y: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
-    y: torch.Tensor,
     activation: str,
     form: int,
     upcast: bool,
     clamp: int,
     limit: float,
 ) -> None:
-    half = y.dtype is not torch.float32
-    chosen = _plan(y.shape, gate.stride(), gate.get_device(), half, activation, form, upcast, clamp, limit)
-    if chosen is not None:
-        fire(chosen, (gate, up, y))
+    """Launches on [lead, rows, width] tensors, as many as 32-bit offsets ask for."""
+    if max(extent(t.shape, t.stride()) for t in (y, gate, up)) < LARGEST_EXTENT:
+        half = y.dtype is not torch.float32
+        fire(_plan(y.shape, gate.get_device(), half, activation, form, upcast, clamp, limit), (gate, up, y))
         return
-    for part in rows.halves((gate, up, y)):
-        _launch(part[0], part[1], part[2], activation, form, upcast, clamp, limit)
+    for part in halves((y, gate, up)):
+        _split(part[0], part[1], part[2], activation, form, upcast, clamp, limit)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
+    shape: tuple[int, int, int],
     device: int,
     half: bool,
     activation: str,
@@ -325,12 +375,10 @@ def _plan(
     upcast: bool,
     clamp: int,
     limit: float,
-) -> Plan | None:
+) -> Plan:
+    """The plan for a result [lead, rows, width]."""
     lead, count, width = shape
-    wide = width if form == SEPARATE else 2 * width
-    if lead * count * wide >= LARGEST_EXTENT or extent((lead, count, wide), strides) >= LARGEST_EXTENT:
-        return None
-    tuning = SMALL if lead * count * width <= SMALL_ELEMENTS else LARGE
+    tuning = choose(lead * count, width)
     divisor = width & -width
     most = tuning.elements
     if form == SEPARATE and lead * count * width > most * LARGEST_GRID:
@@ -359,18 +407,21 @@ def _plan(
     return Plan(tuning.hinted(act_and_mul_kernel), grid, constants)
 
 
-@torch.library.custom_op("kernelgraft::act_and_mul", mutates_args=())
-def _op(
-    gate: torch.Tensor, up: torch.Tensor | None, activation: str, form: int, upcast: bool, clamp: int, limit: float
-) -> torch.Tensor:
-    return _run(gate, gate if up is None else up, activation, form, upcast, clamp, limit)
+def choose(rows: int, width: int) -> Tuning:
+    """The free choices for a result of that many rows."""
+    return SMALL if rows * width <= SMALL_ELEMENTS else LARGE
+
+
+_op = torch.library.custom_op("kernelgraft::act_and_mul", _run, mutates_args=())
 
 
 @_op.register_fake
 def _fake(
     gate: torch.Tensor, up: torch.Tensor | None, activation: str, form: int, upcast: bool, clamp: int, limit: float
 ) -> torch.Tensor:
-    return _empty(gate, gate if up is None else up, form, upcast)
+    if up is None:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return torch.empty_like(gate, dtype=gate.dtype if upcast else torch.promote_types(gate.dtype, up.dtype))
 
 
 def reference(

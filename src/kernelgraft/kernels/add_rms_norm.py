@@ -8,23 +8,25 @@ The sum is rounded as torch rounds it, and the norm reads the rounded sum. Gradi
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import eager, fire
+from kernelgraft.cutile.plans import eager
 from kernelgraft.kernels import rows
 from kernelgraft.kernels.rms_norm import gradients, rounding
+from kernelgraft.kernels.row_plans import Call, Norm, call, launch
 
 
 @ct.kernel
 def add_rms_norm_kernel(
     residual,
     x,
-    weight,
     total,
     y,
+    weight,
     eps,
     width,
     WHERE: ct.Constant[int],
@@ -65,9 +67,8 @@ def add_rms_norm(
     residual, x: [..., width] of one shape, any strides; weight: [width]; float32, bfloat16 or float16. Keywords as for
     `rms_norm`, whose input is the sum.
     """
-    if eager(residual, x, weight):
-        return _run_first(residual, x, weight, eps, offset, cast, round_offset, divide)
-    total, y = _op_first(residual, x, weight, eps, offset, cast, round_offset, divide)
+    run = _run_first if eager(residual, x, weight) else _op_first
+    total, y = run(residual, x, weight, eps, offset, cast, round_offset, divide)
     return total, y
 
 
@@ -83,17 +84,12 @@ def rms_norm_add(
     divide: bool = False,
 ) -> torch.Tensor:
     """residual + the RMS norm of x; shapes, dtypes and keywords as for `add_rms_norm`."""
-    if eager(residual, x, weight):
-        return _run_last(residual, x, weight, eps, offset, cast, round_offset, divide)
-    return _op_last(residual, x, weight, eps, offset, cast, round_offset, divide)
+    run = _run_last if eager(residual, x, weight) else _op_last
+    return run(residual, x, weight, eps, offset, cast, round_offset, divide)
 
 
 def _dtype(x: torch.Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
-
-
-def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
 
 
 def _run_first(
@@ -106,13 +102,14 @@ def _run_first(
     round_offset: bool,
     divide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sum_dtype = x.dtype if residual.dtype is x.dtype else torch.promote_types(residual.dtype, x.dtype)
-    how, dtype = rounding(cast, sum_dtype, _dtype(weight))
-    total, y = _like(x, sum_dtype), _like(x, dtype)
-    if y.numel():
-        constants = (rows.SUM_FIRST, weight is not None, offset, round_offset, how, rows.KEEP, divide)
-        out, other, source, addend = rows.as_rows(y, total, x, residual)
-        _launch(addend, source, other, out, x if weight is None else weight, eps, constants)
+    dtypes = residual.dtype, x.dtype, _dtype(weight)
+    strides = residual.stride(), x.stride()
+    found = _call(
+        rows.SUM_FIRST, x.shape, strides, x.get_device(), dtypes, eps, offset, cast, round_offset, divide
+    )  # fmt: skip
+    first, second = found.norm.dtypes
+    total, y = torch.empty_like(x, dtype=first), torch.empty_like(x, dtype=second)
+    launch(found, (residual, x), (total, y), (x if weight is None else weight,))
     return total, y
 
 
@@ -126,45 +123,49 @@ def _run_last(
     round_offset: bool,
     divide: bool,
 ) -> torch.Tensor:
-    how, normed = rounding(cast, x.dtype, _dtype(weight))
-    y = _like(x, torch.promote_types(residual.dtype, normed))
-    if y.numel():
-        again = {_dtype(weight): rows.TO_WEIGHT, x.dtype: rows.TO_INPUT}.get(normed, rows.KEEP)
-        constants = (rows.SUM_LAST, weight is not None, offset, round_offset, how, again, divide)
-        out, source, addend = rows.as_rows(y, x, residual)
-        _launch(addend, source, out, out, x if weight is None else weight, eps, constants)
+    dtypes = residual.dtype, x.dtype, _dtype(weight)
+    strides = residual.stride(), x.stride()
+    found = _call(
+        rows.SUM_LAST, x.shape, strides, x.get_device(), dtypes, eps, offset, cast, round_offset, divide
+    )  # fmt: skip
+    y = torch.empty_like(x, dtype=found.norm.dtypes[1])
+    launch(found, (residual, x), (y, y), (x if weight is None else weight,))
     return y
 
 
-def _launch(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    total: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    constants: tuple[Any, ...],
-) -> None:
-    plan = rows.plan(add_rms_norm_kernel, x.shape, x.stride(), x.get_device(), eps, constants)
-    if plan is not None:
-        fire(plan, (residual, x, weight, total, y))
-        return
-    for part in rows.halves((residual, x, total, y)):
-        _launch(part[0], part[1], part[2], part[3], weight, eps, constants)
-
-
-@torch.library.custom_op("kernelgraft::add_rms_norm", mutates_args=())
-def _op_first(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
+@functools.lru_cache(maxsize=4096)
+def _call(
+    where: int,
+    shape: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    device: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     eps: float,
     offset: bool,
     cast: str,
     round_offset: bool,
     divide: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _run_first(residual, x, weight, eps, offset, cast, round_offset, divide)
+) -> Call:
+    how, again, *results = _semantics(where, cast, *dtypes)
+    constants = (where, dtypes[2] is not None, offset, round_offset, how, again, divide)
+    return call(Norm(add_rms_norm_kernel, eps, constants, tuple(results)), shape, device, *strides)
+
+
+def _semantics(
+    where: int, cast: str, residual: torch.dtype, x: torch.dtype, weight: torch.dtype | None
+) -> tuple[int, int, torch.dtype, torch.dtype]:
+    """Rounding before the weight and of the norm before the sum; the dtypes of the sum and of the other result."""
+    if where == rows.SUM_FIRST:
+        total = torch.promote_types(residual, x)
+        how, dtype = rounding(cast, total, weight)
+        return how, rows.KEEP, total, dtype
+    how, normed = rounding(cast, x, weight)
+    total = torch.promote_types(residual, normed)
+    return how, {weight: rows.TO_WEIGHT, x: rows.TO_INPUT}.get(normed, rows.KEEP), total, total
+
+
+_op_first = torch.library.custom_op("kernelgraft::add_rms_norm", _run_first, mutates_args=())
+_op_last = torch.library.custom_op("kernelgraft::rms_norm_add", _run_last, mutates_args=())
 
 
 @_op_first.register_fake
@@ -175,25 +176,10 @@ def _fake_first(
     eps: float,
     offset: bool,
     cast: str,
-    round_offset: bool,
-    divide: bool,
+    *_: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = torch.empty_like(x, dtype=torch.promote_types(residual.dtype, x.dtype))
-    return total, torch.empty_like(x, dtype=rounding(cast, total.dtype, _dtype(weight))[1])
-
-
-@torch.library.custom_op("kernelgraft::rms_norm_add", mutates_args=())
-def _op_last(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    offset: bool,
-    cast: str,
-    round_offset: bool,
-    divide: bool,
-) -> torch.Tensor:
-    return _run_last(residual, x, weight, eps, offset, cast, round_offset, divide)
+    *_ignored, total, dtype = _semantics(rows.SUM_FIRST, cast, residual.dtype, x.dtype, _dtype(weight))
+    return torch.empty_like(x, dtype=total), torch.empty_like(x, dtype=dtype)
 
 
 @_op_last.register_fake
@@ -204,11 +190,10 @@ def _fake_last(
     eps: float,
     offset: bool,
     cast: str,
-    round_offset: bool,
-    divide: bool,
+    *_: bool,
 ) -> torch.Tensor:
-    normed = rounding(cast, x.dtype, _dtype(weight))[1]
-    return torch.empty_like(x, dtype=torch.promote_types(residual.dtype, normed))
+    *_ignored, total = _semantics(rows.SUM_LAST, cast, residual.dtype, x.dtype, _dtype(weight))
+    return torch.empty_like(x, dtype=total)
 
 
 def _setup_first(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -9,23 +9,25 @@ float32; the forms with a residual have none.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import eager, fire
+from kernelgraft.cutile.plans import eager
 from kernelgraft.kernels import rows
+from kernelgraft.kernels.row_plans import Call, Norm, call, launch
 
 
 @ct.kernel
 def layer_norm_kernel(
     residual,
     x,
-    weight,
-    bias,
     total,
     y,
+    weight,
+    bias,
     eps,
     width,
     WHERE: ct.Constant[int],
@@ -70,9 +72,8 @@ def layer_norm(
     dtype, and the result has the dtype that torch promotes them to; otherwise it has x's. `divide` by the root instead
     of multiplying by its inverse.
     """
-    if eager(x, weight, bias):
-        return _run(x, weight, bias, eps, offset, round_offset, round_normed, divide)
-    return _op(x, weight, bias, eps, offset, round_offset, round_normed, divide)
+    run = _run if eager(x, weight, bias) else _op
+    return run(x, weight, bias, eps, offset, round_offset, round_normed, divide)
 
 
 def add_layer_norm(
@@ -88,9 +89,8 @@ def add_layer_norm(
     divide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual + x, and the layer norm of that sum; for shapes, dtypes and keywords see `layer_norm`."""
-    if eager(residual, x, weight, bias):
-        return _run_first(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
-    total, y = _op_first(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
+    run = _run_first if eager(residual, x, weight, bias) else _op_first
+    total, y = run(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
     return total, y
 
 
@@ -107,36 +107,12 @@ def layer_norm_add(
     divide: bool = False,
 ) -> torch.Tensor:
     """residual + the layer norm of x; for shapes, dtypes and keywords see `layer_norm`."""
-    if eager(residual, x, weight, bias):
-        return _run_last(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
-    return _op_last(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
+    run = _run_last if eager(residual, x, weight, bias) else _op_last
+    return run(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
 
 
-def result_dtype(
-    x: torch.dtype, weight: torch.Tensor | None, bias: torch.Tensor | None, round_normed: bool
-) -> torch.dtype:
-    """The dtype of a layer norm of x."""
-    if round_normed:
-        for vector in (weight, bias):
-            if vector is not None and vector.dtype is not x:
-                x = torch.promote_types(x, vector.dtype)
-    return x
-
-
-def _constants(
-    where: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    offset: bool,
-    round_offset: bool,
-    round_normed: bool,
-    again: int,
-    divide: bool,
-) -> tuple[Any, ...]:
-    vectors = weight is not None or bias is not None
-    first = rows.TO_INPUT if round_normed and vectors else rows.KEEP
-    scaled = round_normed and weight is not None and bias is not None
-    return where, weight is not None, bias is not None, offset, round_offset, first, scaled, again, divide
+def _dtype(x: torch.Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
 
 
 def _run(
@@ -149,11 +125,12 @@ def _run(
     round_normed: bool,
     divide: bool,
 ) -> torch.Tensor:
-    y = torch.empty_like(x, dtype=result_dtype(x.dtype, weight, bias, round_normed))
-    if y.numel():
-        constants = _constants(rows.NO_SUM, weight, bias, offset, round_offset, round_normed, rows.KEEP, divide)
-        out, source = rows.as_rows(y, x)
-        _launch(source, source, out, out, weight, bias, eps, constants)
+    dtypes = x.dtype, x.dtype, _dtype(weight), _dtype(bias)
+    found = _call(
+        rows.NO_SUM, x.shape, (x.stride(),), x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
+    )
+    y = torch.empty_like(x, dtype=found.norm.dtypes[1])
+    launch(found, (x, x), (y, y), (x if weight is None else weight, x if bias is None else bias))
     return y
 
 
@@ -168,12 +145,14 @@ def _run_first(
     round_normed: bool,
     divide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = torch.empty_like(x, dtype=torch.promote_types(residual.dtype, x.dtype))
-    y = torch.empty_like(x, dtype=result_dtype(total.dtype, weight, bias, round_normed))
-    if y.numel():
-        constants = _constants(rows.SUM_FIRST, weight, bias, offset, round_offset, round_normed, rows.KEEP, divide)
-        out, other, source, addend = rows.as_rows(y, total, x, residual)
-        _launch(addend, source, other, out, weight, bias, eps, constants)
+    dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
+    strides = residual.stride(), x.stride()
+    found = _call(
+        rows.SUM_FIRST, x.shape, strides, x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
+    )
+    first, second = found.norm.dtypes
+    total, y = torch.empty_like(x, dtype=first), torch.empty_like(x, dtype=second)
+    launch(found, (residual, x), (total, y), (x if weight is None else weight, x if bias is None else bias))
     return total, y
 
 
@@ -188,47 +167,60 @@ def _run_last(
     round_normed: bool,
     divide: bool,
 ) -> torch.Tensor:
-    normed = result_dtype(x.dtype, weight, bias, round_normed)
-    y = torch.empty_like(x, dtype=torch.promote_types(residual.dtype, normed))
-    if y.numel():
-        known = {None if weight is None else weight.dtype: rows.TO_WEIGHT, x.dtype: rows.TO_INPUT}
-        again = known.get(normed, rows.KEEP)
-        constants = _constants(rows.SUM_LAST, weight, bias, offset, round_offset, round_normed, again, divide)
-        out, source, addend = rows.as_rows(y, x, residual)
-        _launch(addend, source, out, out, weight, bias, eps, constants)
+    dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
+    strides = residual.stride(), x.stride()
+    found = _call(
+        rows.SUM_LAST, x.shape, strides, x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
+    )
+    y = torch.empty_like(x, dtype=found.norm.dtypes[1])
+    launch(found, (residual, x), (y, y), (x if weight is None else weight, x if bias is None else bias))
     return y
 
 
-def _launch(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    total: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    constants: tuple[Any, ...],
-) -> None:
-    plan = rows.plan(layer_norm_kernel, x.shape, x.stride(), x.get_device(), eps, constants)
-    if plan is not None:
-        fire(plan, (residual, x, x if weight is None else weight, x if bias is None else bias, total, y))
-        return
-    for part in rows.halves((residual, x, total, y)):
-        _launch(part[0], part[1], part[2], part[3], weight, bias, eps, constants)
-
-
-@torch.library.custom_op("kernelgraft::layer_norm", mutates_args=())
-def _op(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+@functools.lru_cache(maxsize=4096)
+def _call(
+    where: int,
+    shape: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    device: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype | None],
     eps: float,
     offset: bool,
     round_offset: bool,
     round_normed: bool,
     divide: bool,
-) -> torch.Tensor:
-    return _run(x, weight, bias, eps, offset, round_offset, round_normed, divide)
+) -> Call:
+    *_, weight, bias = dtypes
+    again, *results = _semantics(where, round_normed, *dtypes)
+    first = rows.TO_INPUT if round_normed and not weight is bias is None else rows.KEEP
+    scaled = round_normed and weight is not None and bias is not None
+    constants = (where, weight is not None, bias is not None, offset, round_offset, first, scaled, again, divide)
+    return call(Norm(layer_norm_kernel, eps, constants, tuple(results)), shape, device, *strides)
+
+
+def _semantics(
+    where: int,
+    round_normed: bool,
+    residual: torch.dtype,
+    x: torch.dtype,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+) -> tuple[int, torch.dtype, torch.dtype]:
+    """Rounding of the norm before it is added; the dtypes of the sum and of the norm or what it is added to."""
+    total = torch.promote_types(residual, x) if where == rows.SUM_FIRST else x
+    normed = total
+    if round_normed:
+        for vector in (weight, bias):
+            normed = normed if vector is None else torch.promote_types(normed, vector)
+    if where != rows.SUM_LAST:
+        return rows.KEEP, total, normed
+    result = torch.promote_types(residual, normed)
+    return {weight: rows.TO_WEIGHT, x: rows.TO_INPUT}.get(normed, rows.KEEP), result, result
+
+
+_op = torch.library.custom_op("kernelgraft::layer_norm", _run, mutates_args=())
+_op_first = torch.library.custom_op("kernelgraft::add_layer_norm", _run_first, mutates_args=())
+_op_last = torch.library.custom_op("kernelgraft::layer_norm_add", _run_last, mutates_args=())
 
 
 @_op.register_fake
@@ -242,22 +234,8 @@ def _fake(
     round_normed: bool,
     divide: bool,
 ) -> torch.Tensor:
-    return torch.empty_like(x, dtype=result_dtype(x.dtype, weight, bias, round_normed))
-
-
-@torch.library.custom_op("kernelgraft::add_layer_norm", mutates_args=())
-def _op_first(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    offset: bool,
-    round_offset: bool,
-    round_normed: bool,
-    divide: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _run_first(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
+    dtypes = x.dtype, x.dtype, _dtype(weight), _dtype(bias)
+    return torch.empty_like(x, dtype=_semantics(rows.NO_SUM, round_normed, *dtypes)[2])
 
 
 @_op_first.register_fake
@@ -272,23 +250,9 @@ def _fake_first(
     round_normed: bool,
     divide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = torch.empty_like(x, dtype=torch.promote_types(residual.dtype, x.dtype))
-    return total, torch.empty_like(x, dtype=result_dtype(total.dtype, weight, bias, round_normed))
-
-
-@torch.library.custom_op("kernelgraft::layer_norm_add", mutates_args=())
-def _op_last(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    offset: bool,
-    round_offset: bool,
-    round_normed: bool,
-    divide: bool,
-) -> torch.Tensor:
-    return _run_last(residual, x, weight, bias, eps, offset, round_offset, round_normed, divide)
+    dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
+    _, total, normed = _semantics(rows.SUM_FIRST, round_normed, *dtypes)
+    return torch.empty_like(x, dtype=total), torch.empty_like(x, dtype=normed)
 
 
 @_op_last.register_fake
@@ -303,8 +267,8 @@ def _fake_last(
     round_normed: bool,
     divide: bool,
 ) -> torch.Tensor:
-    normed = result_dtype(x.dtype, weight, bias, round_normed)
-    return torch.empty_like(x, dtype=torch.promote_types(residual.dtype, normed))
+    dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
+    return torch.empty_like(x, dtype=_semantics(rows.SUM_LAST, round_normed, *dtypes)[2])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import Plan, eager, fire
+from kernelgraft.cutile.plans import eager
 from kernelgraft.kernels import rows
+from kernelgraft.kernels.row_plans import Call, Norm, call, launch
 
 CASTS = ("before_weight", "after_weight", "weight_dtype", "factor", "none")
 """Where the original leaves float32; with `none` it never enters it, and this kernel rounds at the end."""
@@ -26,8 +27,8 @@ HALF = (torch.float16, torch.bfloat16)
 @ct.kernel
 def rms_norm_kernel(
     x,
-    weight,
     y,
+    weight,
     eps,
     width,
     WEIGHT: ct.Constant[bool],
@@ -79,40 +80,8 @@ def rms_norm(
     `round_offset` in the weight's dtype; `cast`: one of `CASTS`; `divide` by the root instead of multiplying by its
     inverse.
     """
-    if eager(x, weight):
-        if x.dim() == 3:
-            vector = None if weight is None else weight.dtype
-            ready = _ready(
-                x.shape, x.stride(), x.get_device(), x.dtype, vector, eps, offset, cast, round_offset, divide
-            )
-            if ready is not None:
-                y = torch.empty_like(x, dtype=ready[1])
-                fire(ready[0], (x, x if weight is None else weight, y))
-                return y
-        return _run(x, weight, eps, offset, cast, round_offset, divide)
-    return _op(x, weight, eps, offset, cast, round_offset, divide)
-
-
-@functools.lru_cache(maxsize=4096)
-def _ready(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    device: int,
-    x: torch.dtype,
-    weight: torch.dtype | None,
-    eps: float,
-    offset: bool,
-    cast: str,
-    round_offset: bool,
-    divide: bool,
-) -> tuple[Plan, torch.dtype] | None:
-    """All that a call needs in one look-up; None where there is nothing to launch or more than one launch."""
-    how, dtype = rounding(cast, x, weight)
-    if 0 in shape:
-        return None
-    constants = (weight is not None, offset, round_offset, how, divide)
-    plan = rows.plan(rms_norm_kernel, shape, strides, device, eps, constants)
-    return None if plan is None else (plan, dtype)
+    run = _run if eager(x, weight) else _op
+    return run(x, weight, eps, offset, cast, round_offset, divide)
 
 
 def _run(
@@ -124,47 +93,36 @@ def _run(
     round_offset: bool,
     divide: bool,
 ) -> torch.Tensor:
-    how, dtype = rounding(cast, x.dtype, None if weight is None else weight.dtype)
-    y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
-    if y.numel():
-        constants = (weight is not None, offset, round_offset, how, divide)
-        out, source = rows.as_rows(y, x)
-        _launch(source, x if weight is None else weight, out, eps, constants)
+    vector = None if weight is None else weight.dtype
+    found = _call(x.shape, x.stride(), x.get_device(), x.dtype, vector, eps, offset, cast, round_offset, divide)
+    y = torch.empty_like(x, dtype=found.norm.dtypes[0])
+    launch(found, (x,), (y,), (x if weight is None else weight,))
     return y
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, eps: float, constants: tuple[Any, ...]) -> None:
-    plan = rows.plan(rms_norm_kernel, x.shape, x.stride(), x.get_device(), eps, constants)
-    if plan is not None:
-        fire(plan, (x, weight, y))
-        return
-    for part in rows.halves((x, y)):
-        _launch(part[0], weight, part[1], eps, constants)
-
-
-@torch.library.custom_op("kernelgraft::rms_norm", mutates_args=())
-def _op(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
+@functools.lru_cache(maxsize=4096)
+def _call(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: int,
+    x: torch.dtype,
+    weight: torch.dtype | None,
     eps: float,
     offset: bool,
     cast: str,
     round_offset: bool,
     divide: bool,
-) -> torch.Tensor:
-    return _run(x, weight, eps, offset, cast, round_offset, divide)
+) -> Call:
+    how, dtype = rounding(cast, x, weight)
+    norm = Norm(rms_norm_kernel, eps, (weight is not None, offset, round_offset, how, divide), (dtype,))
+    return call(norm, shape, device, strides)
+
+
+_op = torch.library.custom_op("kernelgraft::rms_norm", _run, mutates_args=())
 
 
 @_op.register_fake
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    offset: bool,
-    cast: str,
-    round_offset: bool,
-    divide: bool,
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: bool, cast: str, *_: bool) -> torch.Tensor:
     return torch.empty_like(x, dtype=rounding(cast, x.dtype, None if weight is None else weight.dtype)[1])
 
 

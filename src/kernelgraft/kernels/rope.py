@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two
+from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, contiguous, eager, extent, fire, power_of_two
 
 ZERO = ct.PaddingMode.ZERO
 HALF = (torch.float16, torch.bfloat16)
@@ -243,12 +244,82 @@ def rope(
     `PAIRS`. `backward` turns the other way. `compute="float32"` rounds once; `cast` gives q's dtype, otherwise the one
     that torch promotes to.
     """
-    width = q.shape[-1]
+    if not eager(q, k, cos, sin):
+        setting = _setting(q.shape[-1], row_axis, rotary_dim, last, pairs_in, pairs_out, table)
+        return tuple(_op(q, k, cos, sin, setting, backward, compute == "float32", cast))
+    second, strides = (None, None) if k is None else (k.shape, k.stride())
+    found = _call(
+        q.shape, q.stride(), second, strides, q.get_device(), q.dtype, cos.dtype, row_axis, rotary_dim, last, pairs_in,
+        pairs_out, table, backward, compute, cast,
+    )  # fmt: skip
+    plan, dtype = found.plan, found.dtype
+    if plan is None:
+        setting = _setting(q.shape[-1], row_axis, rotary_dim, last, pairs_in, pairs_out, table)
+        return tuple(_run(q, k, cos, sin, setting, backward, compute == "float32", cast))
+    shape, steps = found.q
+    q_out = torch.empty_strided(shape, steps, dtype=dtype, device=q.device)
+    if k is None:
+        fire(plan, (q, q, cos, sin, q_out, q_out))
+        return (q_out,)
+    shape, steps = found.k
+    k_out = torch.empty_strided(shape, steps, dtype=dtype, device=q.device)
+    fire(plan, (q, k, cos, sin, q_out, k_out))
+    return q_out, k_out
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call of known shapes and dtypes makes and launches."""
+
+    plan: Plan | None
+    """None if there is nothing to launch or more than one launch."""
+    dtype: torch.dtype
+    q: tuple[tuple[int, ...], tuple[int, ...]]
+    """Shape and strides of the result."""
+    k: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _setting(
+    width: int, row_axis: int, rotary_dim: int | None, last: bool, pairs_in: str, pairs_out: str, table: str
+) -> list[int]:
+    """Keywords of `rope` as the numbers that the custom op takes."""
     turned = width if rotary_dim is None else rotary_dim
     start, rest = (width - turned, 0) if last else (0, turned)
-    setting = [row_axis, turned, start, rest, PAIRS.index(pairs_in), PAIRS.index(pairs_out), TABLES.index(table)]
-    run = _run if eager(q, k, cos, sin) else _op
-    return tuple(run(q, k, cos, sin, setting, backward, compute == "float32", cast))
+    return [row_axis, turned, start, rest, PAIRS.index(pairs_in), PAIRS.index(pairs_out), TABLES.index(table)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _call(
+    q: tuple[int, ...],
+    q_strides: tuple[int, ...],
+    k: tuple[int, ...] | None,
+    k_strides: tuple[int, ...] | None,
+    device: int,
+    q_dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    row_axis: int,
+    rotary_dim: int | None,
+    last: bool,
+    pairs_in: str,
+    pairs_out: str,
+    table: str,
+    backward: bool,
+    compute: str,
+    cast: bool,
+) -> _Call:
+    dtype = _dtype(q_dtype, table_dtype, compute == "float32", cast)
+    other, other_strides = k or q, k_strides or q_strides
+    plan = None
+    if 0 not in q and 0 not in other:
+        setting = tuple(_setting(q[-1], row_axis, rotary_dim, last, pairs_in, pairs_out, table))
+        constants = (k is not None, *setting, backward, _rounds(q_dtype, table_dtype, compute == "float32"))
+        plan = _plan(q, other, q_strides, other_strides, device, constants)
+    return _Call(plan, dtype, (q, contiguous(q)), (other, contiguous(other)))
+
+
+def _rounds(q: torch.dtype, cos: torch.dtype, wide: bool) -> bool:
+    """Whether each product is rounded, as torch does in a half type."""
+    return not wide and q is cos and q in HALF
 
 
 def _dtype(q: torch.dtype, cos: torch.dtype, wide: bool, cast: bool) -> torch.dtype:
@@ -267,9 +338,9 @@ def _run(
 ) -> list[torch.Tensor]:
     outputs = _empty(q, k, cos, wide, cast)
     if q.numel():
-        rounds = not wide and q.dtype is cos.dtype and q.dtype in HALF
         second = (q, outputs[0]) if k is None else (k, outputs[1])
-        _launch(q, second[0], cos, sin, outputs[0], second[1], (k is not None, *setting, backward, rounds))
+        constants = (k is not None, *setting, backward, _rounds(q.dtype, cos.dtype, wide))
+        _launch(q, second[0], cos, sin, outputs[0], second[1], constants)
     return outputs
 
 
@@ -325,7 +396,7 @@ def _plan(
     head_axis = 3 - row_axis
     length, width = turned // 2, q[3]
     tile, rest = power_of_two(length), width - turned
-    tuning = SMALL if q[0] * q[1] * q[2] * q[3] <= SMALL_ELEMENTS else LARGE
+    tuning = choose(q[0] * q[1] * q[2], q[3])
     q_heads, k_heads = q[head_axis], k[head_axis] if with_k else 1
     heads = max(1, min(power_of_two(max(q_heads, k_heads)), tuning.elements // tile))
     rows = 1
@@ -361,18 +432,12 @@ def _plan(
     return Plan(tuning.hinted(rope_kernel), grid, constants)
 
 
-@torch.library.custom_op("kernelgraft::rope", mutates_args=())
-def _op(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    setting: Sequence[int],
-    backward: bool,
-    wide: bool,
-    cast: bool,
-) -> list[torch.Tensor]:
-    return _run(q, k, cos, sin, setting, backward, wide, cast)
+def choose(rows: int, width: int) -> Tuning:
+    """The free choices for that many rows of all heads."""
+    return SMALL if rows * width <= SMALL_ELEMENTS else LARGE
+
+
+_op = torch.library.custom_op("kernelgraft::rope", _run, mutates_args=())
 
 
 @_op.register_fake

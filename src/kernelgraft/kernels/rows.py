@@ -1,7 +1,7 @@
-"""What the norm kernels share: one tile of rows from memory to memory, and how rows are cut into tiles.
+"""What the norm kernels share: one tile of rows from memory to memory.
 
 Tensors are seen as [lead, rows, width] with any strides. A tile is some rows of one lead index, `PIECES` times `TILE`
-wide; up to `RESIDENT_PIECES` pieces stay in registers, so that a row is read once, wider rows are read again.
+wide; with `RESIDENT` they stay in registers, so that a row is read once, wider rows are read again.
 """
 
 # ruff: noqa: SIM108, SIM109
@@ -10,14 +10,7 @@ wide; up to `RESIDENT_PIECES` pieces stay in registers, so that a row is read on
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from typing import Any
-
 import cuda.tile as ct
-import torch
-
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, extent, power_of_two, processors
 
 ZERO = ct.PaddingMode.ZERO
 
@@ -25,16 +18,6 @@ NO_SUM, SUM_FIRST, SUM_LAST = 0, 1, 2
 """Where a residual is added: nowhere, before the norm (both are stored), or to the norm."""
 KEEP, TO_INPUT, TO_WEIGHT, FACTOR = 0, 1, 2, 3
 """Rounding before the weight: none, to the input's dtype, to the weight's; or the factor to the input's dtype."""
-
-RESIDENT_PIECES = 8
-RESIDENT_WIDTH = 16384
-"""Rows up to this many elements stay in registers."""
-SMALL = Tuning(elements=2048, occupancy=4, worker_warps=8)
-LARGE = Tuning(elements=2048, occupancy=4, blocks=4)
-SMALL_ELEMENTS = 2**20
-"""Up to that many elements of x, `SMALL` holds, `LARGE` beyond."""
-BLOCKS_PER_PROCESSOR = 2
-"""Rows are put together into one tile only as far as that many blocks are left."""
 
 
 def norm_rows(
@@ -188,72 +171,3 @@ def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORME
             ct.float32,
         )
     ct.store(y, (lead, row, p), ct.astype(value, y.dtype), allow_tma=TMA)
-
-
-def as_rows(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A new tensor and inputs of its leading shape as [lead, rows, width], in that order.
-
-    The new one is a view; an input is one wherever its strides allow it, else a copy.
-    """
-    rank = out.dim()
-    tensors = (out, *inputs)
-    if rank == 3:
-        return tensors
-    if rank < 3:
-        return tuple(t.reshape(1, t.numel() // t.shape[-1], t.shape[-1]) for t in tensors)
-    if not out.is_contiguous():
-        outward = [*sorted(range(rank - 1), key=out.stride, reverse=True), rank - 1]
-        tensors = tuple(t.permute(outward) for t in tensors)
-    return tuple(t.flatten(0, rank - 3) for t in tensors)
-
-
-def cut(width: int) -> tuple[int, int, bool]:
-    """Width of a piece, number of pieces, and whether a row's pieces all stay in registers.
-
-    One piece wherever little of it lies beyond the row; else smaller ones, so that memory and registers are not wasted.
-    """
-    whole = power_of_two(width)
-    if width > RESIDENT_WIDTH:
-        return 4096, -(-width // 4096), False
-    if whole <= 128 or whole * 7 <= width * 8:
-        return whole, 1, True
-    tile = whole
-    while tile > 128 and -(-width // (tile // 2)) <= RESIDENT_PIECES and -(-width // tile) * tile * 15 > width * 16:
-        tile //= 2
-    return tile, -(-width // tile), True
-
-
-def tile_rows(lead: int, rows: int, tile: int, device: int, elements: int) -> int:
-    """How many rows a tile takes: narrow ones are put together while enough blocks are left."""
-    most = max(1, min(elements // tile, power_of_two(rows)))
-    enough = BLOCKS_PER_PROCESSOR * processors(device)
-    while most > 1 and lead * -(-rows // most) < enough:
-        most //= 2
-    return most
-
-
-@functools.lru_cache(maxsize=4096)
-def plan(
-    kernel: Any, shape: tuple[int, ...], strides: tuple[int, ...], device: int, eps: float, constants: tuple[Any, ...]
-) -> Plan | None:
-    """The plan for tensors of one shape; None if they have to be split first."""
-    lead, rows, width = shape
-    if lead * rows * width >= LARGEST_EXTENT or extent(shape, strides) >= LARGEST_EXTENT:
-        return None
-    tile, pieces, resident = cut(width)
-    tuning = SMALL if lead * rows * width <= SMALL_ELEMENTS else LARGE
-    together = tile_rows(lead, rows, tile, device, tuning.elements) if pieces == 1 else 1
-    tiles = lead * -(-rows // together)
-    grid = tuning.grid(tiles, device)
-    shape_constants = (together, tile, pieces, width % tile == 0, resident, grid[0] < tiles, tuning.tma)
-    return Plan(tuning.hinted(kernel), grid, (eps, float(width), *constants, *shape_constants))
-
-
-def halves(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """[lead, rows, width] tensors of one shape in two parts, along the lead axis or else the rows."""
-    axis = 0 if tensors[0].shape[0] > 1 else 1
-    size = tensors[0].shape[axis]
-    if size == 1:
-        raise ValueError("a row is too long for 32-bit offsets")
-    for first, count in ((0, size // 2), (size // 2, size - size // 2)):
-        yield tuple(t.narrow(axis, first, count) for t in tensors)

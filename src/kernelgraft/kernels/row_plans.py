@@ -1,0 +1,172 @@
+"""How tensors of rows are cut into tiles, and the launches of the norm kernels.
+
+Tensors are seen as [lead, rows, width]. Up to `RESIDENT_PIECES` pieces of a row stay in registers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, extent, fire, power_of_two, processors
+
+RESIDENT_PIECES = 8
+RESIDENT_WIDTH = 16384
+"""Rows up to this many elements stay in registers."""
+SMALL = Tuning(elements=2048, occupancy=4, worker_warps=8)
+LARGE = Tuning(elements=2048, occupancy=4, blocks=4)
+SMALL_ELEMENTS = 2**20
+"""Up to that many elements of x, `SMALL` holds, `LARGE` beyond."""
+BLOCKS_PER_PROCESSOR = 2
+"""Rows are put together into one tile only as far as that many blocks are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm for tensors of known dtypes: its kernel, the constants of its semantics, the dtypes of its results."""
+
+    kernel: Any
+    eps: float
+    constants: tuple[Any, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A norm for tensors of known shapes: what is left to do is to make the results and to launch."""
+
+    norm: Norm
+    plan: Plan | None
+    """None: nothing to launch, more than one launch, or tensors that have to be brought to rows first."""
+    view: tuple[int, int, int] | None
+    """The tensors' shape as the kernel takes them; None: they have it."""
+
+
+def call(norm: Norm, shape: tuple[int, ...], device: int, *strides: tuple[int, ...]) -> Call:
+    """A norm of inputs with one shape and these strides, one for each."""
+    if 0 in shape:
+        return Call(norm, None, None)
+    view = None if len(shape) == 3 else as_rows_shape(shape)
+    seen = shape if view is None else view
+    if view is not None and (len(shape) > 3 and any(not viewable(shape, s) for s in strides)):
+        return Call(norm, None, None)
+    if max(extent(shape, s) for s in strides) >= LARGEST_EXTENT:
+        return Call(norm, None, None)
+    return Call(norm, plan(norm.kernel, seen, device, norm.eps, norm.constants), view)
+
+
+def launch(
+    ready: Call, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], vectors: tuple[torch.Tensor, ...]
+) -> None:
+    """Compute `results` from `inputs` (tensors of rows) and `vectors` [width]: the order of the kernel's arguments."""
+    if ready.plan is None:
+        if results[0].numel():
+            seen = as_rows(*results, *inputs)
+            count = len(results)
+            _split(ready.norm, seen[count:], seen[:count], vectors)
+    elif ready.view is None:
+        fire(ready.plan, (*inputs, *results, *vectors))
+    else:
+        lead, rows, width = ready.view  # torch takes sizes one by one faster than as a tuple
+        fire(ready.plan, (*[t.view(lead, rows, width) for t in (*inputs, *results)], *vectors))
+
+
+def _split(
+    norm: Norm, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], vectors: tuple[torch.Tensor, ...]
+) -> None:
+    """Launches on [lead, rows, width] tensors, as many as 32-bit offsets ask for."""
+    if max(extent(t.shape, t.stride()) for t in (*inputs, *results)) < LARGEST_EXTENT:
+        chosen = plan(norm.kernel, inputs[0].shape, inputs[0].get_device(), norm.eps, norm.constants)
+        fire(chosen, (*inputs, *results, *vectors))
+        return
+    for part in halves((*inputs, *results)):
+        _split(norm, part[: len(inputs)], part[len(inputs) :], vectors)
+
+
+def as_rows_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """[lead, rows, width] of a shape of another rank."""
+    if len(shape) < 3:
+        return 1, math.prod(shape[:-1]), shape[-1]
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def viewable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether all axes but the last two of a contiguous result and of an input with these strides flatten into one."""
+    sizes = [(n, s) for n, s in zip(shape[:-2], strides[:-2], strict=True) if n > 1]
+    return all(a[1] == b[0] * b[1] for a, b in itertools.pairwise(sizes))
+
+
+def as_rows(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A new tensor and inputs of its leading shape as [lead, rows, width], in that order.
+
+    The new one is a view; an input is one wherever its strides allow it, else a copy.
+    """
+    rank = out.dim()
+    tensors = (out, *inputs)
+    if rank == 3:
+        return tensors
+    if rank < 3:
+        return tuple(t.reshape(1, t.numel() // t.shape[-1], t.shape[-1]) for t in tensors)
+    if not out.is_contiguous():
+        outward = [*sorted(range(rank - 1), key=out.stride, reverse=True), rank - 1]
+        tensors = tuple(t.permute(outward) for t in tensors)
+    return tuple(t.flatten(0, rank - 3) for t in tensors)
+
+
+def cut(width: int) -> tuple[int, int, bool]:
+    """Width of a piece, number of pieces, and whether a row's pieces all stay in registers.
+
+    One piece wherever little of it lies beyond the row; else smaller ones, so that memory and registers are not wasted.
+    """
+    whole = power_of_two(width)
+    if width > RESIDENT_WIDTH:
+        return 4096, -(-width // 4096), False
+    if whole <= 128 or whole * 7 <= width * 8:
+        return whole, 1, True
+    tile = whole
+    while tile > 128 and -(-width // (tile // 2)) <= RESIDENT_PIECES and -(-width // tile) * tile * 15 > width * 16:
+        tile //= 2
+    return tile, -(-width // tile), True
+
+
+def tile_rows(lead: int, rows: int, tile: int, device: int, elements: int) -> int:
+    """How many rows a tile takes: narrow ones are put together while enough blocks are left."""
+    most = max(1, min(elements // tile, power_of_two(rows)))
+    enough = BLOCKS_PER_PROCESSOR * processors(device)
+    while most > 1 and lead * -(-rows // most) < enough:
+        most //= 2
+    return most
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(kernel: Any, shape: tuple[int, int, int], device: int, eps: float, constants: tuple[Any, ...]) -> Plan:
+    """The plan for [lead, rows, width] tensors of one shape."""
+    lead, rows, width = shape
+    tile, pieces, resident = cut(width)
+    tuning = choose(lead * rows, width)
+    together = tile_rows(lead, rows, tile, device, tuning.elements) if pieces == 1 else 1
+    tiles = lead * -(-rows // together)
+    grid = tuning.grid(tiles, device)
+    shape_constants = (together, tile, pieces, width % tile == 0, resident, grid[0] < tiles, tuning.tma)
+    return Plan(tuning.hinted(kernel), grid, (eps, float(width), *constants, *shape_constants))
+
+
+def choose(rows: int, width: int) -> Tuning:
+    """The free choices for a norm of that many rows."""
+    return SMALL if rows * width <= SMALL_ELEMENTS else LARGE
+
+
+def halves(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """[lead, rows, width] tensors of one shape in two parts, along the lead axis or else the rows."""
+    axis = 0 if tensors[0].shape[0] > 1 else 1
+    size = tensors[0].shape[axis]
+    if size == 1:
+        raise ValueError("a row is too long for 32-bit offsets")
+    for first, count in ((0, size // 2), (size // 2, size - size // 2)):
+        yield tuple(t.narrow(axis, first, count) for t in tensors)
