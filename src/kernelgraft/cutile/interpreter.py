@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
@@ -24,13 +24,20 @@ PROCESSORS = 132
 """What launchers are told about the device that is not there."""
 
 
+Launched = Callable[[Sequence[int], Any, Sequence[Any]], None]
+"""Takes the grid, the kernel and the arguments of a launch."""
+
+
 @dataclass(frozen=True)
-class _Options:
-    shuffle: int | None
-    check: bool
+class Options:
+    """What becomes of a launch: it is given to `instead`, or interpreted with `shuffle` and `check`."""
+
+    shuffle: int | None = None
+    check: bool = True
+    instead: Launched | None = None
 
 
-_active: list[_Options] = []
+_active: list[Options] = []
 
 
 class _Stream:
@@ -67,11 +74,11 @@ _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_e
 
 
 class _Host(TorchFunctionMode):
-    """Tensors that a launcher asks for on a GPU come on the CPU; those without values are marked as never written."""
+    """Tensors that a launcher asks for on a GPU come on another device; those without values are marked if wished."""
 
-    def __init__(self, move: bool, mark: bool) -> None:
+    def __init__(self, device: str | None, mark: bool) -> None:
         super().__init__()
-        self.move = move
+        self.device = device
         self.mark = mark
 
     def __torch_function__(
@@ -79,13 +86,13 @@ class _Host(TorchFunctionMode):
     ) -> Any:
         """Change the device, call, mark."""
         options = dict(kwargs or {})
-        if self.move:
+        if self.device is not None:
             if _is_cuda(options.get("device")):
-                options["device"] = "cpu"
+                options["device"] = self.device
             if func is torch.Tensor.to:
-                args = [torch.device("cpu") if _is_cuda(value) else value for value in args]
+                args = [torch.device(self.device) if _is_cuda(value) else value for value in args]
             elif func is torch.Tensor.cuda:
-                return args[0]
+                return args[0].to(self.device)
         found = func(*args, **options)
         if self.mark and func in _EMPTY and isinstance(found, torch.Tensor) and not found.is_inference():
             uninitialised(found)
@@ -102,9 +109,15 @@ def _launch(stream: Any, grid: Any, kernel: Any, kernel_args: Any, /, *rest: Any
     """`ct.launch` while the interpreter is active; afterwards (kept by somebody) the real one."""
     if not _active:
         return _launch_on_gpu(stream, grid, kernel, kernel_args, *rest, **options)
-    mode = _active[-1]
-    interpret(grid, kernel, kernel_args, shuffle=mode.shuffle, check=mode.check)
+    _do(_active[-1], grid, kernel, kernel_args)
     return None
+
+
+def _do(mode: Options, grid: Sequence[int], kernel: Any, args: Sequence[Any]) -> None:
+    if mode.instead is not None:
+        mode.instead(grid, kernel, args)
+    else:
+        interpret(grid, kernel, args, shuffle=mode.shuffle, check=mode.check)
 
 
 def _first_configuration(search_space: Any, *args: Any, **options: Any) -> Any:
@@ -151,6 +164,16 @@ def interpreted(*, shuffle: int | None = None, check: bool = True) -> Iterator[N
     on the order shows. With `check`, the compiler's front end types each kernel first (its errors are raised here),
     and tensors from `torch.empty` and its like are watched: a kernel that uses what was never written is a fault.
     """
+    with standing_in(Options(shuffle, check), None if torch.cuda.is_available() else "cpu"):
+        yield
+
+
+@contextmanager
+def standing_in(options: Options, device: str | None) -> Iterator[None]:
+    """Replace what `interpreted` says, and do with launches what `options` say.
+
+    `device`: where tensors go that are asked for on a GPU; None: to the GPU.
+    """
     with ExitStack() as stack:
         absent = not torch.cuda.is_available()
         replaced: list[tuple[Any, str, Any]] = []
@@ -169,9 +192,9 @@ def interpreted(*, shuffle: int | None = None, check: bool = True) -> Iterator[N
                 for name, function in _cuda_stand_ins().items():
                     replaced.append((torch.cuda, name, getattr(torch.cuda, name)))
                     setattr(torch.cuda, name, function)
-        _active.append(_Options(shuffle, check))
+        _active.append(options)
         stack.callback(_active.pop)
-        stack.enter_context(_Host(absent, check))
+        stack.enter_context(_Host(device, options.check and options.instead is None))
         yield
 
 
@@ -192,14 +215,12 @@ def launch(
     if _on_gpu(args):
         _launch_on_gpu(stream or torch.cuda.current_stream(), tuple(grid), kernel, tuple(args))
         return
-    mode = _active[-1] if _active else _Options(None, True)
-    interpret(
-        grid,
-        kernel,
-        args,
-        shuffle=mode.shuffle if shuffle is None else shuffle,
-        check=mode.check if check is None else check,
-    )
+    mode = _active[-1] if _active else Options()
+    if shuffle is not None:
+        mode = replace(mode, shuffle=shuffle)
+    if check is not None:
+        mode = replace(mode, check=check)
+    _do(mode, grid, kernel, args)
 
 
 def _on_gpu(args: Sequence[Any]) -> bool:

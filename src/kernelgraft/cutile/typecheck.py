@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,9 @@ _checked: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 """Kernel function → the signatures for which the front end has accepted it."""
 
 
-def _array(tensor: torch.Tensor, annotation: Any) -> Any:
+def loose_array(tensors: Sequence[torch.Tensor], annotation: Any) -> Any:
+    """What the compiler must know of an array (of all arrays of a list): nothing that depends on its layout."""
+    tensor = tensors[0]
     rank = tensor.dim()
     shape: list[int | None] = [None] * rank
     strides: list[int | None] = [None] * rank
@@ -48,21 +50,21 @@ def _array(tensor: torch.Tensor, annotation: Any) -> Any:
     )
 
 
-def constraint(value: Any, annotation: Any) -> Any:
-    """What a launch argument tells the compiler about a kernel's parameter."""
+def constraint(value: Any, annotation: Any, array: Callable[[Sequence[torch.Tensor], Any], Any] = loose_array) -> Any:
+    """What a launch argument tells the compiler about a kernel's parameter; `array` says what a tensor tells it."""
     if isinstance(annotation, HomogeneousTupleNode):
-        return TupleConstraint([constraint(item, annotation.each) for item in value])
+        return TupleConstraint([constraint(item, annotation.each, array) for item in value])
     if isinstance(annotation, HeterogeneousTupleNode):
-        return TupleConstraint([constraint(v, node) for v, node in zip(value, annotation.items, strict=True)])
+        return TupleConstraint([constraint(v, node, array) for v, node in zip(value, annotation.items, strict=True)])
     if isinstance(value, tuple):
-        return TupleConstraint([constraint(item, annotation) for item in value])
+        return TupleConstraint([constraint(item, annotation, array) for item in value])
     if annotation.constant:
         return ConstantConstraint(value)
     if isinstance(value, torch.Tensor):
-        return _array(value, annotation.array)
+        return array([value], annotation.array)
     if isinstance(value, list):
-        element = _array(value[0], annotation.list.element if annotation.list else None)
-        return ListConstraint(element, alias_groups=(), elements_may_alias=False)
+        element = array(value, annotation.list.element if annotation.list else None)
+        return ListConstraint(element, alias_groups=(), elements_may_alias=array is not loose_array)
     if isinstance(value, bool):
         return ScalarConstraint(ct.bool_)
     if isinstance(value, int):
@@ -72,10 +74,12 @@ def constraint(value: Any, annotation: Any) -> Any:
     raise TypeError(f"cuTile takes no {type(value).__name__} as a kernel's argument")
 
 
-def signature(kernel: Any, args: Sequence[Any]) -> Any:
-    """The signature that a launch with these arguments compiles the kernel for."""
+def signature(
+    kernel: Any, args: Sequence[Any], array: Callable[[Sequence[torch.Tensor], Any], Any] = loose_array
+) -> Any:
+    """A signature of the kernel for these arguments; `array` says what a tensor tells the compiler."""
     nodes = kernel._annotated_function.parameter_annotations
-    parameters = [constraint(value, node) for value, node in zip(args, nodes, strict=True)]
+    parameters = [constraint(value, node, array) for value, node in zip(args, nodes, strict=True)]
     return KernelSignature(parameters, CallingConvention.cutile_python_v2())
 
 
