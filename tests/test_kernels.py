@@ -213,6 +213,18 @@ def clear() -> None:
 # Residual additions
 
 
+@pytest.mark.parametrize("laid", ["residual", "x", "both"])
+def test_results_lie_in_memory_as_those_of_an_addition(laid: str, device: str) -> None:
+    residual, x = (draw(3, 5, 64, device=device, seed=s) for s in (0, 1))
+    residual, x = (
+        t.transpose(0, 1).contiguous().transpose(0, 1) if laid in (name, "both") else t
+        for name, t in (("residual", residual), ("x", x))
+    )
+    wanted = (residual + x).stride()
+    assert [t.stride() for t in (*add_rms_norm(residual, x), rms_norm_add(residual, x))] == [wanted] * 3
+    assert [t.stride() for t in (*add_layer_norm(residual, x), layer_norm_add(residual, x))] == [wanted] * 3
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(7, 33), (2, 3, 513), (1, 896), (1, 4096), (0, 64), (1, 17000)], ids=str)
 def test_sum_and_its_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -77,6 +77,7 @@ def write(folder: Path, solution: Solution, job: Job, options: JudgeOptions) -> 
         "solution": solution.model_dump(mode="json"),
         "device": device,
         "cases": cases,
+        "interpret": solution.spec.language == "cuda-tile" and device == "cpu",
         "wrap_allocations": not solution.meta.uses_compiler,
         "timeout_s": options.timeout_s,
         "memory_bytes": options.memory_bytes,

@@ -1,7 +1,8 @@
 """The judge: is a Solution right on everything that its guard lets through?
 
 Seeds, references and verdict stay in this process; the Solution runs in another one that gets inputs only, and the
-expected results are computed after its outputs have come back. Checks are named as in the documentation: C1 contract,
+expected results are computed after its outputs have come back. A cuTile Solution for a GPU is run by the interpreter
+first. Checks are named as in the documentation: C1 contract,
 C2 sources, C4 process, C5 seeds, C6 sizes, C7 distributions, C8 numbers, C9 uninitialised memory, C10 inputs unchanged,
 C11 memory layouts and aliasing.
 """
@@ -20,7 +21,7 @@ import torch
 
 from kernelgraft import families, machine
 from kernelgraft.errors import UsageError
-from kernelgraft.evaluate import expected, jobs, static
+from kernelgraft.evaluate import expected, interpreting, jobs, static
 from kernelgraft.evaluate.cases import Captured, Case, Cases, JudgeOptions, make
 from kernelgraft.evaluate.tolerance import Comparison, compare
 from kernelgraft.evaluate.zygote import Zygote
@@ -96,7 +97,7 @@ class Judge:
         started = machine.clock()
         trial = _Trial(solution, definition, original)
         with torch.no_grad():  # weights among the captured inputs may ask for gradients, which is no reason to refuse
-            failure = self._before(trial) or self._run(trial, captured)
+            failure = self._before(trial) or self._interpreted(trial, captured) or self._run(trial, captured)
         return _evaluation(trial, failure, machine.clock() - started)
 
     def _before(self, trial: _Trial) -> Failure | None:
@@ -109,6 +110,25 @@ class Judge:
             more = f" (and {len(findings.denied) - 1} more)" if len(findings.denied) > 1 else ""
             return Failure(Status.COMPILE_ERROR, "C2", findings.denied[0] + more)
         return None
+
+    def _interpreted(self, trial: _Trial, captured: Sequence[Captured]) -> Failure | None:
+        """What the interpreter finds in a cuTile Solution that is about to run on a GPU.
+
+        That it takes too long or has not an operation says nothing about the Solution.
+        """
+        if not interpreting.applies(trial.solution, captured):
+            return None
+        definition = trial.definition
+        twin = _Trial(interpreting.on_cpu(trial.solution), definition, None)
+        options, self.options = self.options, interpreting.quick(self.options)
+        try:
+            calls = interpreting.calls(definition, self._family(definition.meta.family), captured)
+            failure = self._run(twin, calls)
+        finally:
+            self.options = options
+        if failure is None or failure.status is Status.TIMEOUT or interpreting.UNSUPPORTED in failure.reason:
+            return None
+        return replace(failure, reason=f"under the interpreter, before it ran on the GPU: {failure.reason}")
 
     def _run(self, trial: _Trial, captured: Sequence[Captured]) -> Failure | None:
         solution, definition, guard = trial.solution, trial.definition, trial.solution.meta.guard

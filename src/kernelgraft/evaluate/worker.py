@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import threading
 import traceback
@@ -68,7 +69,8 @@ class _Session:
     def run(self) -> None:
         before = _namespaces()
         try:
-            self.calls()
+            with _interpreter(self.request["interpret"]):
+                self.calls()
         except BaseException as error:  # also SystemExit: a Solution may not end the process quietly
             traceback.print_exc()
             self.facts["error"] = _words(error.__cause__ or error)
@@ -154,6 +156,19 @@ class _Session:
         given = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
         self.results.update({f"{case['id']}.grad.{i}": _kept(g) for i, g in given.items()})
         return {}
+
+
+@contextmanager
+def _interpreter(wanted: bool) -> Iterator[None]:
+    """Runs cuTile kernels on CPU tensors, as on a machine without a GPU."""
+    if not wanted:
+        yield
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from kernelgraft.cutile import interpreted
+
+    with interpreted():
+        yield
 
 
 def _words(error: BaseException) -> str:

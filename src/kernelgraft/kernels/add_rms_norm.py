@@ -9,6 +9,7 @@ The sum is rounded as torch rounds it, and the norm reads the rounded sum. Gradi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
@@ -16,6 +17,7 @@ import torch
 
 from kernelgraft.cutile.plans import eager
 from kernelgraft.kernels import rows
+from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.rms_norm import gradients, rounding
 from kernelgraft.kernels.row_plans import Call, Norm, call, launch
 
@@ -108,7 +110,7 @@ def _run_first(
         rows.SUM_FIRST, x.shape, strides, x.get_device(), dtypes, eps, offset, cast, round_offset, divide
     )  # fmt: skip
     first, second = found.norm.dtypes
-    total, y = torch.empty_like(x, dtype=first), torch.empty_like(x, dtype=second)
+    total, y = torch.empty_like(residual, dtype=first), torch.empty_like(residual, dtype=second)
     launch(found, (residual, x), (total, y), (x if weight is None else weight,))
     return total, y
 
@@ -128,7 +130,7 @@ def _run_last(
     found = _call(
         rows.SUM_LAST, x.shape, strides, x.get_device(), dtypes, eps, offset, cast, round_offset, divide
     )  # fmt: skip
-    y = torch.empty_like(x, dtype=found.norm.dtypes[1])
+    y = torch.empty_like(residual, dtype=found.norm.dtypes[1])
     launch(found, (residual, x), (y, y), (x if weight is None else weight,))
     return y
 
@@ -179,7 +181,7 @@ def _fake_first(
     *_: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *_ignored, total, dtype = _semantics(rows.SUM_FIRST, cast, residual.dtype, x.dtype, _dtype(weight))
-    return torch.empty_like(x, dtype=total), torch.empty_like(x, dtype=dtype)
+    return torch.empty_like(residual, dtype=total), torch.empty_like(residual, dtype=dtype)
 
 
 @_op_last.register_fake
@@ -193,7 +195,7 @@ def _fake_last(
     *_: bool,
 ) -> torch.Tensor:
     *_ignored, total = _semantics(rows.SUM_LAST, cast, residual.dtype, x.dtype, _dtype(weight))
-    return torch.empty_like(x, dtype=total)
+    return torch.empty_like(residual, dtype=total)
 
 
 def _setup_first(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -225,3 +227,30 @@ def _backward_last(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 _op_first.register_autograd(_backward_first, setup_context=_setup_first)
 _op_last.register_autograd(_backward_last, setup_context=_setup_last)
+
+
+def examples() -> list[Example]:
+    """Decode, prefill and batches of 32, before and after the norm; a width of no power of two."""
+
+    def of(
+        *shape: int, last: bool = False, dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> Callable[[str], Any]:
+        def run(device: str) -> Any:
+            residual, x = (tensor(device, *shape, dtype=dtype) for _ in range(2))
+            function = rms_norm_add if last else add_rms_norm
+            return function(residual, x, tensor(device, shape[-1], dtype=dtype), **options)
+
+        return run
+
+    single = torch.float32
+    return [
+        Example("decode 1 x 4096", of(1, 1, 4096, cast="before_weight")),
+        Example("decode 32 x 4096", of(32, 1, 4096, cast="before_weight")),
+        Example("prefill 4096 x 4096", of(1, 4096, 4096, cast="before_weight")),
+        Example("prefill 1024 x 1024 float16", of(1, 1024, 1024, dtype=torch.float16, cast="before_weight")),
+        Example("norm first, decode 1 x 2560", of(1, 1, 2560, last=True, offset=True)),
+        Example("norm first, prefill 1024 x 2560", of(1, 1024, 2560, last=True, offset=True)),
+        Example("7 x 513 float32", of(7, 513, dtype=single, cast="none"), tune=False),
+        Example("3 x 20000", of(3, 20000), tune=False),
+        Example("norm first, 3 x 20000", of(3, 20000, last=True), tune=False),
+    ]

@@ -10,6 +10,7 @@ float32; the forms with a residual have none.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
@@ -17,6 +18,7 @@ import torch
 
 from kernelgraft.cutile.plans import eager
 from kernelgraft.kernels import rows
+from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import Call, Norm, call, launch
 
 
@@ -151,7 +153,7 @@ def _run_first(
         rows.SUM_FIRST, x.shape, strides, x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
     )
     first, second = found.norm.dtypes
-    total, y = torch.empty_like(x, dtype=first), torch.empty_like(x, dtype=second)
+    total, y = torch.empty_like(residual, dtype=first), torch.empty_like(residual, dtype=second)
     launch(found, (residual, x), (total, y), (x if weight is None else weight, x if bias is None else bias))
     return total, y
 
@@ -172,7 +174,7 @@ def _run_last(
     found = _call(
         rows.SUM_LAST, x.shape, strides, x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
     )
-    y = torch.empty_like(x, dtype=found.norm.dtypes[1])
+    y = torch.empty_like(residual, dtype=found.norm.dtypes[1])
     launch(found, (residual, x), (y, y), (x if weight is None else weight, x if bias is None else bias))
     return y
 
@@ -252,7 +254,7 @@ def _fake_first(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
     _, total, normed = _semantics(rows.SUM_FIRST, round_normed, *dtypes)
-    return torch.empty_like(x, dtype=total), torch.empty_like(x, dtype=normed)
+    return torch.empty_like(residual, dtype=total), torch.empty_like(residual, dtype=normed)
 
 
 @_op_last.register_fake
@@ -268,7 +270,7 @@ def _fake_last(
     divide: bool,
 ) -> torch.Tensor:
     dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
-    return torch.empty_like(x, dtype=_semantics(rows.SUM_LAST, round_normed, *dtypes)[2])
+    return torch.empty_like(residual, dtype=_semantics(rows.SUM_LAST, round_normed, *dtypes)[2])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -295,3 +297,34 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _op.register_autograd(_backward, setup_context=_setup)
+
+
+def examples() -> list[Example]:
+    """Decode, prefill and batches of 32, alone and beside a residual addition; a width of no power of two."""
+
+    def of(
+        function: Callable[..., Any],
+        *shape: int,
+        dtype: torch.dtype = torch.bfloat16,
+        vectors: tuple[bool, bool] = (True, True),
+        **options: Any,
+    ) -> Callable[[str], Any]:
+        def run(device: str) -> Any:
+            inputs = [tensor(device, *shape, dtype=dtype) for _ in range(1 if function is layer_norm else 2)]
+            weight, bias = (tensor(device, shape[-1], dtype=dtype) if there else None for there in vectors)
+            return function(*inputs, weight, bias, **options)
+
+        return run
+
+    single = torch.float32
+    return [
+        Example("decode 1 x 4096", of(layer_norm, 1, 1, 4096)),
+        Example("decode 32 x 4096", of(layer_norm, 32, 1, 4096)),
+        Example("prefill 4096 x 4096", of(layer_norm, 1, 4096, 4096)),
+        Example("sum first, decode 1 x 2560", of(add_layer_norm, 1, 1, 2560)),
+        Example("sum first, prefill 4096 x 2560", of(add_layer_norm, 1, 4096, 2560)),
+        Example("norm first, prefill 1024 x 768 float16", of(layer_norm_add, 1, 1024, 768, dtype=torch.float16)),
+        Example("7 x 513 float32, rounded", of(layer_norm, 7, 513, dtype=single, round_normed=True), tune=False),
+        Example("3 x 20000 without bias", of(layer_norm, 3, 20000, vectors=(True, False), offset=True), tune=False),
+        Example("2 x 896 without weight and bias", of(layer_norm, 2, 896, vectors=(False, False)), tune=False),
+    ]
