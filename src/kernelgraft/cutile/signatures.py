@@ -7,6 +7,7 @@ a CUDA driver and tensors on a GPU. Data is taken to begin at a multiple of 16 b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import cuda.tile as ct
@@ -70,7 +71,7 @@ def disjoint(tensor: torch.Tensor) -> bool:
     axes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     if axes and axes[0][0] <= 0:
         return False
-    return all(outer[0] >= inner[0] * inner[1] for inner, outer in zip(axes, axes[1:], strict=False))
+    return all(outer[0] >= inner[0] * inner[1] for inner, outer in pairwise(axes))
 
 
 def launch_signature(kernel: Any, args: Sequence[Any]) -> Any:

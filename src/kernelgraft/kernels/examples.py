@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-MODULES: tuple[str, ...] = ()
+import torch
+
+MODULES: tuple[str, ...] = ("act_and_mul", "add_rms_norm", "layer_norm", "rms_norm", "rope")
 """Modules of this package that have `examples() -> list[Example]`."""
 
 
@@ -17,8 +19,15 @@ class Example:
 
     name: str
     run: Callable[[str], Any]
+    tune: bool = True
+    """False for a variant of the kernel that is to be compiled, but whose speed is that of another example."""
 
 
 def examples() -> dict[str, list[Example]]:
     """The examples of all kernels by module name."""
     return {name: import_module(f"{__package__}.{name}").examples() for name in MODULES}
+
+
+def tensor(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal values."""
+    return torch.randn(shape, dtype=dtype, device=device)

@@ -10,6 +10,7 @@ from the formula in float32.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
@@ -17,6 +18,7 @@ import torch
 
 from kernelgraft.cutile.plans import eager
 from kernelgraft.kernels import rows
+from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import Call, Norm, call, launch
 
 CASTS = ("before_weight", "after_weight", "weight_dtype", "factor", "none")
@@ -152,3 +154,29 @@ def gradients(
 
 
 _op.register_autograd(_backward, setup_context=_setup)
+
+
+def examples() -> list[Example]:
+    """Decode, prefill and batches of 32; narrow heads; a width of no power of two, one wider than registers."""
+    half, single = torch.bfloat16, torch.float32
+
+    def of(
+        *shape: int, x: torch.dtype = half, weight: torch.dtype | None = half, **options: Any
+    ) -> Callable[[str], Any]:
+        def run(device: str) -> torch.Tensor:
+            vector = None if weight is None else tensor(device, shape[-1], dtype=weight)
+            return rms_norm(tensor(device, *shape, dtype=x), vector, **options)
+
+        return run
+
+    return [
+        Example("decode 1 x 4096", of(1, 1, 4096, cast="before_weight")),
+        Example("decode 32 x 4096", of(32, 1, 4096, cast="before_weight")),
+        Example("prefill 4096 x 4096", of(1, 4096, 4096, cast="before_weight")),
+        Example("prefill 4096 x 16 heads of 128", of(1, 4096, 16, 128, cast="before_weight")),
+        Example("prefill 1024 x 2560, one plus the weight", of(1, 1024, 2560, offset=True)),
+        Example("prefill 1024 x 3072 float16", of(1, 1024, 3072, x=torch.float16, weight=torch.float16)),
+        Example("7 x 513 float32", of(7, 513, x=single, weight=single, cast="none"), tune=False),
+        Example("3 x 20000, float32 weight", of(3, 20000, weight=single, cast="weight_dtype"), tune=False),
+        Example("2 x 896 without weight, divided", of(2, 896, weight=None, cast="factor", divide=True), tune=False),
+    ]

@@ -11,7 +11,7 @@ and the tables are of one half type: then it is in that type, as torch's is. Gra
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import cuda.tile as ct
 import torch
 
 from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, contiguous, eager, extent, fire, power_of_two
+from kernelgraft.kernels.examples import Example, tensor
 
 ZERO = ct.PaddingMode.ZERO
 HALF = (torch.float16, torch.bfloat16)
@@ -498,3 +499,48 @@ def _pairs(x: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _op.register_autograd(_gradients, setup_context=_setup)
+
+
+def examples() -> list[Example]:
+    """Decode, prefill and batches of 32; grouped heads; widths of 64 to 256, 80, 96 and 92; partial; interleaved."""
+
+    def of(
+        batch: int,
+        length: int,
+        heads: tuple[int, int],
+        width: int,
+        dtype: torch.dtype = torch.bfloat16,
+        tables: torch.dtype | None = None,
+        values: int | None = None,
+        own: bool = False,
+        **options: Any,
+    ) -> Callable[[str], Any]:
+        def run(device: str) -> Any:
+            # As a projection leaves them: heads beside each other, seen with the heads first.
+            q, k = (tensor(device, batch, length, h, width, dtype=dtype) for h in heads)
+            if options.get("row_axis") != 1:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+            shape = (batch if own else 1, length, values or options.get("rotary_dim") or width)
+            cos, sin = (tensor(device, *shape, dtype=tables or dtype) for _ in range(2))
+            return rope(q, k, cos, sin, **options)
+
+        return run
+
+    both: dict[str, Any] = {"pairs_in": "interleaved", "pairs_out": "interleaved"}
+    single = torch.float32
+    return [
+        Example("decode 32 + 8 heads of 128", of(1, 1, (32, 8), 128)),
+        Example("batch 32, 32 + 8 heads of 128, own positions", of(32, 1, (32, 8), 128, own=True)),
+        Example("prefill 4096, 32 + 8 heads of 128", of(1, 4096, (32, 8), 128)),
+        Example("prefill 4096, 32 + 8 heads of 64", of(1, 4096, (32, 8), 64)),
+        Example("prefill 1024, 32 + 32 heads of 96", of(1, 1024, (32, 32), 96)),
+        Example("prefill 1024, 8 + 4 heads of 256, float32 tables", of(1, 1024, (8, 4), 256, tables=single)),
+        Example("prefill 64, 32 + 32 heads of 80 float16", of(1, 64, (32, 32), 80, dtype=torch.float16), tune=False),
+        Example("partial 32 of 80", of(1, 64, (32, 32), 80, rotary_dim=32), tune=False),
+        Example("last 64 of 192", of(2, 64, (16, 1), 192, rotary_dim=64, last=True), tune=False),
+        Example("interleaved 92", of(1, 64, (4, 4), 92, **both), tune=False),
+        Example("interleaved 64, a value a pair", of(1, 64, (16, 16), 64, values=32, table="half", **both), tune=False),
+        Example("interleaved in, halves out", of(1, 64, (16, 1), 64, pairs_in="interleaved"), tune=False),
+        Example("length before heads, float32", of(1, 64, (16, 4), 128, dtype=single, row_axis=1), tune=False),
+        Example("backwards, float32 arithmetic", of(1, 64, (8, 2), 128, backward=True, compute="float32"), tune=False),
+    ]
