@@ -18,6 +18,7 @@ from kernelgraft.kernels import layer_norm as layer_module
 from kernelgraft.kernels import rms_norm as rms_module
 from kernelgraft.kernels import rope as rope_module
 from kernelgraft.kernels import row_plans
+from kernelgraft.kernels.access import GATHER, LOAD
 from kernelgraft.kernels.act_and_mul import ACTIVATIONS, PACKED, act_and_mul, packed_act_and_mul
 from kernelgraft.kernels.add_rms_norm import add_rms_norm, rms_norm_add
 from kernelgraft.kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_add
@@ -409,25 +410,33 @@ def test_rope_rounds_products_as_torch_does(device: str) -> None:
 
 
 TUNINGS = [
-    plans.Tuning(elements=256, tma=False),
+    plans.Tuning(elements=256, access=LOAD),
     plans.Tuning(elements=4096, blocks=1, occupancy=2, worker_warps=8),
-    plans.Tuning(elements=1024, tma=False, blocks=2),
+    plans.Tuning(elements=1024, access=LOAD, blocks=2),
+    plans.Tuning(elements=128, access=GATHER),
+    plans.Tuning(elements=2048, access=GATHER, blocks=1),
 ]
 
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 def test_tuning_changes_no_result(tuning: plans.Tuning, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernelgraft.kernels import rope as rope_module
-
     x, weight = draw(300, 96, dtype=BF16, device=device), draw(96, dtype=BF16, device=device, seed=1)
     wide = draw(3, 2, 1536, dtype=BF16, device=device)
     q, k = (draw(2, h, 9, 64, device=device) for h in (6, 3))
     cos, sin = (draw(1, 9, 64, device=device, seed=s) for s in (2, 3))
+    odd, tables = draw(1, 3, 7, 92, device=device), [draw(1, 7, 80, device=device, seed=s) for s in (2, 3)]
+    odd_gate = draw(2, 3, 70, device=device)
 
     def results() -> list[torch.Tensor]:
         clear()
-        norms = [rms_norm(x, weight), *add_rms_norm(x, x, weight), layer_norm(wide)]
-        return [*norms, act_and_mul(wide, wide), packed_act_and_mul(wide), *rope(q, k, cos, sin)]
+        norms = [rms_norm(x, weight), *add_rms_norm(x, x, weight), layer_norm(wide), layer_norm(wide[..., :1001])]
+        products = [act_and_mul(wide, wide), packed_act_and_mul(wide), packed_act_and_mul(odd_gate)]
+        turns = [
+            rope(odd, None, *tables, rotary_dim=80, last=last, pairs_in=pairs, pairs_out=pairs)[0]
+            for last in (False, True)
+            for pairs in ("half", "interleaved")
+        ]
+        return [*norms, *products, *rope(q, k, cos, sin), *turns]
 
     expected = results()
     for module in (row_plans, act_module, rope_module):

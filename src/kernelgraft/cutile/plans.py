@@ -34,8 +34,8 @@ class Tuning:
 
     elements: int
     """Largest number of elements of a tile that holds several rows."""
-    tma: bool = True
-    """Whether loads and stores may use the tensor memory accelerator."""
+    access: int = 1
+    """How tiles are loaded and stored: see `kernelgraft.kernels.access`."""
     occupancy: int | None = None
     worker_warps: int | None = None
     blocks: int | None = None

@@ -31,6 +31,7 @@ from kernelgraft.cutile.plans import (
     power_of_two,
     processors,
 )
+from kernelgraft.kernels.access import give, take
 from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import as_rows, as_rows_shape, halves, viewable
 
@@ -167,25 +168,25 @@ def activated(x, ACT, FAST):
 
 
 def product_tile(
-    gate, up, y, limit, lead, row, p, pieces, FORM, ACT, CLAMP, ROUND, FAST, WIDTH, ROWS, TILE, TMA
+    gate, up, y, limit, lead, row, p, pieces, FORM, ACT, CLAMP, ROUND, FAST, WIDTH, ROWS, TILE, ACCESS
 ):  # fmt: skip
     """One tile of the result."""
     if FORM == MIXED_GATE_FIRST or FORM == MIXED_UP_FIRST:
-        both = ct.load(gate, (lead, row, p), (1, ROWS, 2 * TILE), padding_mode=ZERO, allow_tma=TMA)
+        both = take(gate, lead, row, p, ROWS, 2 * TILE, ACCESS)
         both = ct.reshape(both, (1, ROWS, TILE, 2))
         first = ct.reshape(ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
         second = ct.reshape(ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1)), (1, ROWS, TILE))
     elif FORM == SEPARATE:
-        first = ct.load(gate, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
-        second = ct.load(up, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+        first = take(gate, lead, row, p, ROWS, TILE, ACCESS)
+        second = take(up, lead, row, p, ROWS, TILE, ACCESS)
     elif WIDTH == 0:
-        first = ct.load(gate, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
-        second = ct.load(gate, (lead, row, p + pieces), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+        first = take(gate, lead, row, p, ROWS, TILE, ACCESS)
+        second = take(gate, lead, row, p + pieces, ROWS, TILE, ACCESS)
     else:
         head = gate.slice(2, 0, WIDTH)
         tail = gate.slice(2, WIDTH, 2 * WIDTH)
-        first = ct.load(head, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
-        second = ct.load(tail, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+        first = take(head, lead, row, p, ROWS, TILE, ACCESS)
+        second = take(tail, lead, row, p, ROWS, TILE, ACCESS)
     if FORM == UP_FIRST or FORM == MIXED_UP_FIRST:
         x, other = ct.astype(second, ct.float32), ct.astype(first, ct.float32)
     else:
@@ -199,7 +200,7 @@ def product_tile(
         x = ct.minimum(x, limit, propagate_nan=True)
     if CLAMP != UNLIMITED:
         other = ct.minimum(ct.maximum(other, -limit, propagate_nan=True), limit, propagate_nan=True)
-    ct.store(y, (lead, row, p), ct.astype(x * other, y.dtype), allow_tma=TMA)
+    give(y, ct.astype(x * other, y.dtype), lead, row, p, ROWS, TILE, ACCESS)
 
 
 @ct.kernel
@@ -217,7 +218,7 @@ def act_and_mul_kernel(
     ROWS: ct.Constant[int],
     TILE: ct.Constant[int],
     LOOP: ct.Constant[bool],
-    TMA: ct.Constant[bool],
+    ACCESS: ct.Constant[int],
 ):
     """gate, up, y: [lead, rows, width]; a packed `gate` is twice as wide. WIDTH: 0 unless halves are cut by it.
 
@@ -229,13 +230,13 @@ def act_and_mul_kernel(
         for index in range(ct.bid(0), y.shape[0] * across, ct.num_blocks(0)):
             product_tile(
                 gate, up, y, limit, index // across, (index % across) // pieces, index % pieces, pieces, FORM, ACT,
-                CLAMP, ROUND, FAST, WIDTH, ROWS, TILE, TMA,
+                CLAMP, ROUND, FAST, WIDTH, ROWS, TILE, ACCESS,
             )  # fmt: skip
     else:
         index = ct.bid(0)
         product_tile(
             gate, up, y, limit, index // across, (index % across) // pieces, index % pieces, pieces, FORM, ACT, CLAMP,
-            ROUND, FAST, WIDTH, ROWS, TILE, TMA,
+            ROUND, FAST, WIDTH, ROWS, TILE, ACCESS,
         )  # fmt: skip
 
 
@@ -403,7 +404,7 @@ def _plan(
         together,
         tile,
         grid[0] < tiles,
-        tuning.tma,
+        tuning.access,
     )
     return Plan(tuning.hinted(act_and_mul_kernel), grid, constants)
 

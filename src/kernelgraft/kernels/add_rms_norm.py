@@ -44,12 +44,12 @@ def add_rms_norm_kernel(
     EXACT: ct.Constant[bool],
     RESIDENT: ct.Constant[bool],
     LOOP: ct.Constant[bool],
-    TMA: ct.Constant[bool],
+    ACCESS: ct.Constant[int],
 ):
     """residual, x, total, y: [lead, rows, width]; weight: [width]."""
     rows.norm_rows(
         residual, x, weight, weight, total, y, eps, width, WHERE, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND,
-        False, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
+        False, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
     )  # fmt: skip
 
 

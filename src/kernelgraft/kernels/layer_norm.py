@@ -47,12 +47,12 @@ def layer_norm_kernel(
     EXACT: ct.Constant[bool],
     RESIDENT: ct.Constant[bool],
     LOOP: ct.Constant[bool],
-    TMA: ct.Constant[bool],
+    ACCESS: ct.Constant[int],
 ):
     """residual, x, total, y: [lead, rows, width]; weight, bias: [width]."""
     rows.norm_rows(
         residual, x, weight, bias, total, y, eps, width, WHERE, True, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
-        ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
+        ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
     )  # fmt: skip
 
 

@@ -44,12 +44,12 @@ def rms_norm_kernel(
     EXACT: ct.Constant[bool],
     RESIDENT: ct.Constant[bool],
     LOOP: ct.Constant[bool],
-    TMA: ct.Constant[bool],
+    ACCESS: ct.Constant[int],
 ):
     """x, y: [lead, rows, width]; weight: [width]."""
     rows.norm_rows(
         x, x, weight, weight, y, y, eps, width, rows.NO_SUM, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND, False,
-        rows.KEEP, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
+        rows.KEEP, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
     )  # fmt: skip
 
 

@@ -19,96 +19,115 @@ import cuda.tile as ct
 import torch
 
 from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, contiguous, eager, extent, fire, power_of_two
+from kernelgraft.kernels.access import GATHER, LOAD, TMA, ZERO
 from kernelgraft.kernels.examples import Example, tensor
 
-ZERO = ct.PaddingMode.ZERO
 HALF = (torch.float16, torch.bfloat16)
 TABLES = ("full", "first_half", "half")
 """A value for each rotated channel, the same of which only the first half is read, or a value for each pair."""
 PAIRS = ("half", "interleaved")
 
 SMALL = Tuning(elements=256)
-LARGE = Tuning(elements=2048, tma=False, occupancy=4, worker_warps=8)
+LARGE = Tuning(elements=2048, access=LOAD, occupancy=4, worker_warps=8)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of q, `SMALL` holds, `LARGE` beyond; a tile's elements are counted as pairs."""
 
 
-def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA):
+def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS):
     """Both channels of each pair of a tile: [1, HEADS, ROWS, TILE]."""
     if PAIRS_IN == 1:
         if LENGTH == TILE and START % (2 * TILE) == 0:
             both = ct.load(
                 x, (lead, head, row, START // (2 * TILE)), (1, HEADS, ROWS, 2 * TILE),
-                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=TMA,
+                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=ACCESS == TMA,
             )  # fmt: skip
         else:
             both = ct.load(
                 x.slice(3, START, START + 2 * LENGTH), (lead, head, row, 0), (1, HEADS, ROWS, 2 * TILE),
-                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=TMA,
+                order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=ACCESS == TMA,
             )  # fmt: skip
         both = ct.reshape(both, (1, HEADS, ROWS, TILE, 2))
         a = ct.reshape(ct.extract(both, (0, 0, 0, 0, 0), (1, HEADS, ROWS, TILE, 1)), (1, HEADS, ROWS, TILE))
         b = ct.reshape(ct.extract(both, (0, 0, 0, 0, 1), (1, HEADS, ROWS, TILE, 1)), (1, HEADS, ROWS, TILE))
     else:
-        a = channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
-        b = channels(x, lead, head, row, START + LENGTH, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
+        a = channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
+        b = channels(x, lead, head, row, START + LENGTH, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
     return a, b
 
 
-def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA):
+def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS):
     """LENGTH channels from START on, in a tile that may be wider."""
+    if ACCESS == GATHER:
+        places, inside = elements(lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
+        return ct.gather(x, places, mask=inside, padding_value=0)
     if LENGTH == TILE and START % TILE == 0:
         return ct.load(
             x, (lead, head, row, START // TILE), (1, HEADS, ROWS, TILE), order=(0, HEAD_AXIS, ROW_AXIS, 3),
-            padding_mode=ZERO, allow_tma=TMA,
+            padding_mode=ZERO, allow_tma=ACCESS == TMA,
         )  # fmt: skip
     return ct.load(
         x.slice(3, START, START + LENGTH), (lead, head, row, 0), (1, HEADS, ROWS, TILE),
-        order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=TMA,
+        order=(0, HEAD_AXIS, ROW_AXIS, 3), padding_mode=ZERO, allow_tma=ACCESS == TMA,
     )  # fmt: skip
 
 
-def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, TMA):
+def elements(lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS):
+    """Indices of a tile [1, HEADS, ROWS, TILE] in each of the four axes, and which of its channels count."""
+    heads = ct.reshape(ct.arange(HEADS, dtype=ct.int32) + head * HEADS, (1, HEADS, 1, 1))
+    rows = ct.reshape(ct.arange(ROWS, dtype=ct.int32) + row * ROWS, (1, 1, ROWS, 1))
+    channels = ct.reshape(ct.arange(TILE, dtype=ct.int32), (1, 1, 1, TILE))
+    inside = channels < LENGTH
+    if HEAD_AXIS == 1:
+        return (lead, heads, rows, channels + START), inside
+    return (lead, rows, heads, channels + START), inside
+
+
+def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS):
     """Store a tile at LENGTH channels from START on."""
     value = ct.astype(value, y.dtype)
-    if LENGTH == TILE and START % TILE == 0:
-        ct.store(y, (lead, head, row, START // TILE), value, order=(0, HEAD_AXIS, ROW_AXIS, 3), allow_tma=TMA)
+    if ACCESS == GATHER:
+        places, inside = elements(
+            lead, head, row, START, LENGTH, TILE, value.shape[1], value.shape[2], HEAD_AXIS
+        )  # fmt: skip
+        ct.scatter(y, places, value, mask=inside)
+    elif LENGTH == TILE and START % TILE == 0:
+        ct.store(y, (lead, head, row, START // TILE), value, order=(0, HEAD_AXIS, ROW_AXIS, 3), allow_tma=ACCESS == TMA)
     else:
         ct.store(
             y.slice(3, START, START + LENGTH),
             (lead, head, row, 0),
             value,
             order=(0, HEAD_AXIS, ROW_AXIS, 3),
-            allow_tma=TMA,
+            allow_tma=ACCESS == TMA,
         )
 
 
-def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA):
+def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS):
     """The table's values for the first and the second channel of each pair: [1, 1, ROWS, TILE]."""
     lead = ct.minimum(lead, values.shape[0] - 1)
     if FULL and PAIRS_OUT == 1:
-        both = ct.load(values, (lead, row, 0), (1, ROWS, 2 * TILE), padding_mode=ZERO, allow_tma=TMA)
+        both = ct.load(values, (lead, row, 0), (1, ROWS, 2 * TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA)
         both = ct.reshape(both, (1, ROWS, TILE, 2))
         first = ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1))
         second = ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1))
     else:
         if LENGTH == TILE:
-            first = ct.load(values, (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+            first = ct.load(values, (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA)
         else:
             first = ct.load(
-                values.slice(2, 0, LENGTH), (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA
+                values.slice(2, 0, LENGTH), (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA
             )
         second = first
         if FULL:
             if LENGTH == TILE:
-                second = ct.load(values, (lead, row, 1), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+                second = ct.load(values, (lead, row, 1), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA)
             else:
                 second = ct.load(
                     values.slice(2, LENGTH, 2 * LENGTH),
                     (lead, row, 0),
                     (1, ROWS, TILE),
                     padding_mode=ZERO,
-                    allow_tma=TMA,
+                    allow_tma=ACCESS == TMA,
                 )
     shape = (1, 1, ROWS, TILE)
     return ct.reshape(first, shape), ct.reshape(second, shape)
@@ -116,10 +135,10 @@ def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA):
 
 def turn(
     x, y, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND, LENGTH, TILE, HEADS,
-    ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
+    ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, ACCESS,
 ):  # fmt: skip
     """One tile of q or of k."""
-    a, b = parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
+    a, b = parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
     if not ROUND:
         a, b = ct.astype(a, ct.float32), ct.astype(b, ct.float32)
         cos_a, cos_b = ct.astype(cos_a, ct.float32), ct.astype(cos_b, ct.float32)
@@ -134,37 +153,37 @@ def turn(
         shape = (1, HEADS, ROWS, TILE, 1)
         both = ct.cat((ct.reshape(first, shape), ct.reshape(second, shape)), 4)
         both = ct.reshape(both, (1, HEADS, ROWS, 2 * TILE))
-        put(y, both, lead, head, row, START, 2 * LENGTH, 2 * TILE, HEAD_AXIS, ROW_AXIS, TMA)
+        put(y, both, lead, head, row, START, 2 * LENGTH, 2 * TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
     else:
-        put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, TMA)
-        put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, TMA)
+        put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
+        put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
     if REST > 0:
-        rest = channels(x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, TMA)
-        put(y, rest, lead, head, row, REST_START, REST, REST_TILE, HEAD_AXIS, ROW_AXIS, TMA)
+        rest = channels(x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
+        put(y, rest, lead, head, row, REST_START, REST, REST_TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
 
 
 def rope_tile(
     q, k, cos, sin, q_out, k_out, lead, row, head, k_tiles, WITH_K, FEWER, HEAD_AXIS, ROW_AXIS, START, LENGTH, TILE,
-    REST_START, REST, REST_TILE, PAIRS_IN, PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS, K_HEADS, ROWS, TMA,
+    REST_START, REST, REST_TILE, PAIRS_IN, PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS, K_HEADS, ROWS, ACCESS,
 ):  # fmt: skip
     """Some heads of q, and of k where there are that many, at some rows."""
-    cos_a, cos_b = table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA)
-    sin_a, sin_b = table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, TMA)
+    cos_a, cos_b = table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
+    sin_a, sin_b = table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
     turn(
         q, q_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND, LENGTH,
-        TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
+        TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, ACCESS,
     )  # fmt: skip
     if WITH_K:
         if FEWER:
             if head < k_tiles:
                 turn(
                     k, k_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND,
-                    LENGTH, TILE, K_HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
+                    LENGTH, TILE, K_HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, ACCESS,
                 )  # fmt: skip
         else:
             turn(
                 k, k_out, cos_a, cos_b, sin_a, sin_b, lead, head, row, START, PAIRS_IN, PAIRS_OUT, BACKWARD, ROUND,
-                LENGTH, TILE, K_HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, TMA,
+                LENGTH, TILE, K_HEADS, ROWS, HEAD_AXIS, ROW_AXIS, REST_START, REST, REST_TILE, ACCESS,
             )  # fmt: skip
 
 
@@ -195,7 +214,7 @@ def rope_kernel(
     K_HEADS: ct.Constant[int],
     ROWS: ct.Constant[int],
     LOOP: ct.Constant[bool],
-    TMA: ct.Constant[bool],
+    ACCESS: ct.Constant[int],
 ):
     """q, k: four axes, the batch first and the channels last; cos, sin: [1 or batch, length, values].
 
@@ -210,14 +229,14 @@ def rope_kernel(
             rope_tile(
                 q, k, cos, sin, q_out, k_out, index // across, (index % across) // tiles, index % tiles, k_tiles,
                 WITH_K, FEWER, HEAD_AXIS, ROW_AXIS, START, LENGTH, TILE, REST_START, REST, REST_TILE, PAIRS_IN,
-                PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS, K_HEADS, ROWS, TMA,
+                PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS, K_HEADS, ROWS, ACCESS,
             )  # fmt: skip
     else:
         index = ct.bid(0)
         rope_tile(
             q, k, cos, sin, q_out, k_out, index // across, (index % across) // tiles, index % tiles, k_tiles, WITH_K,
             FEWER, HEAD_AXIS, ROW_AXIS, START, LENGTH, TILE, REST_START, REST, REST_TILE, PAIRS_IN, PAIRS_OUT, FULL,
-            BACKWARD, ROUND, HEADS, K_HEADS, ROWS, TMA,
+            BACKWARD, ROUND, HEADS, K_HEADS, ROWS, ACCESS,
         )  # fmt: skip
 
 
@@ -428,7 +447,7 @@ def _plan(
         together,
         rows,
         grid[0] < count,
-        tuning.tma,
+        tuning.access,
     )
     return Plan(tuning.hinted(rope_kernel), grid, constants)
 

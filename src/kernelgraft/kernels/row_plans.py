@@ -153,7 +153,7 @@ def plan(kernel: Any, shape: tuple[int, int, int], device: int, eps: float, cons
     together = tile_rows(lead, rows, tile, device, tuning.elements) if pieces == 1 else 1
     tiles = lead * -(-rows // together)
     grid = tuning.grid(tiles, device)
-    shape_constants = (together, tile, pieces, width % tile == 0, resident, grid[0] < tiles, tuning.tma)
+    shape_constants = (together, tile, pieces, width % tile == 0, resident, grid[0] < tiles, tuning.access)
     return Plan(tuning.hinted(kernel), grid, (eps, float(width), *constants, *shape_constants))
 
 

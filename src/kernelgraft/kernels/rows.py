@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-ZERO = ct.PaddingMode.ZERO
+from kernelgraft.kernels.access import give, take, take_vector
 
 NO_SUM, SUM_FIRST, SUM_LAST = 0, 1, 2
 """Where a residual is added: nowhere, before the norm (both are stored), or to the norm."""
@@ -22,7 +22,7 @@ KEEP, TO_INPUT, TO_WEIGHT, FACTOR = 0, 1, 2, 3
 
 def norm_rows(
     residual, x, weight, bias, total, y, eps, width, WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
-    ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, TMA,
+    ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
 ):  # fmt: skip
     """Every tile of rows that falls to this block; without LOOP that is one."""
     across = ct.cdiv(x.shape[1], ROWS)
@@ -32,33 +32,33 @@ def norm_rows(
         # Asked for before the rows, so that they arrive together; blocks that take several tiles load them once.
         for p in ct.static_iter(range(PIECES)):
             if WEIGHT:
-                scales += (ct.load(weight, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA),)
+                scales += (take_vector(weight, p, TILE, ACCESS),)
             if BIAS:
-                shifts += (ct.load(bias, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA),)
+                shifts += (take_vector(bias, p, TILE, ACCESS),)
     if LOOP:
         for index in range(ct.bid(0), x.shape[0] * across, ct.num_blocks(0)):
             norm_tile(
                 residual, x, weight, bias, total, y, eps, width, index // across, index % across, scales, shifts, WHERE,
                 CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE,
-                PIECES, EXACT, RESIDENT, TMA,
+                PIECES, EXACT, RESIDENT, ACCESS,
             )  # fmt: skip
     else:
         norm_tile(
             residual, x, weight, bias, total, y, eps, width, ct.bid(0) // across, ct.bid(0) % across, scales, shifts,
             WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE,
-            PIECES, EXACT, RESIDENT, TMA,
+            PIECES, EXACT, RESIDENT, ACCESS,
         )  # fmt: skip
 
 
 def norm_tile(
     residual, x, weight, bias, total, y, eps, width, lead, row, scales, shifts, WHERE, CENTRED, WEIGHT, BIAS, OFFSET,
-    ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, TMA,
+    ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, ACCESS,
 ):  # fmt: skip
     """One tile of rows; `scales` and `shifts` are the pieces of weight and bias where rows are resident."""
     pieces = ()
     if RESIDENT:
         for p in ct.static_iter(range(PIECES)):
-            pieces += (input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA),)
+            pieces += (input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS),)
     mean = ct.zeros((1, ROWS, 1), dtype=ct.float32)
     if CENTRED:
         sums = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
@@ -67,7 +67,7 @@ def norm_tile(
                 sums = sums + ct.astype(pieces[p], ct.float32)
         else:
             for p in range(PIECES):
-                piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA)
+                piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS)
                 sums = sums + ct.astype(piece, ct.float32)
         mean = ct.sum(sums, axis=2, keepdims=True) / width
     squares = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
@@ -76,7 +76,7 @@ def norm_tile(
             squares = squares + squared(pieces[p], mean, p, x.shape[2], CENTRED, TILE, EXACT)
     else:
         for p in range(PIECES):
-            piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA)
+            piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS)
             squares = squares + squared(piece, mean, p, x.shape[2], CENTRED, TILE, EXACT)
     variance = ct.sum(squares, axis=2, keepdims=True) / width + eps
     if DIVIDE:
@@ -91,28 +91,28 @@ def norm_tile(
             if BIAS:
                 value = value + ct.reshape(ct.astype(shifts[p], ct.float32), (1, 1, TILE))
             if WHERE == SUM_FIRST:
-                ct.store(total, (lead, row, p), pieces[p], allow_tma=TMA)
-            output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, TMA)
+                give(total, pieces[p], lead, row, p, ROWS, TILE, ACCESS)
+            output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, ACCESS)
     else:
         for p in range(PIECES):
-            piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA)
+            piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS)
             value = normalised(piece, mean, factor, weight, CENTRED, ROUND, DIVIDE)
             if WEIGHT:
-                scale = ct.load(weight, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA)
+                scale = take_vector(weight, p, TILE, ACCESS)
                 value = weighted(value, scale, y, OFFSET, ROUND_OFFSET, ROUND_SCALED, TILE)
             if BIAS:
-                shift = ct.load(bias, (p,), (TILE,), padding_mode=ZERO, allow_tma=TMA)
+                shift = take_vector(bias, p, TILE, ACCESS)
                 value = value + ct.reshape(ct.astype(shift, ct.float32), (1, 1, TILE))
             if WHERE == SUM_FIRST:
-                ct.store(total, (lead, row, p), piece, allow_tma=TMA)
-            output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, TMA)
+                give(total, piece, lead, row, p, ROWS, TILE, ACCESS)
+            output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, ACCESS)
 
 
-def input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, TMA):
+def input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS):
     """What the norm reads: the input, or its sum with the residual, rounded as that is stored."""
-    piece = ct.load(x, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+    piece = take(x, lead, row, p, ROWS, TILE, ACCESS)
     if WHERE == SUM_FIRST:
-        other = ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA)
+        other = take(residual, lead, row, p, ROWS, TILE, ACCESS)
         piece = ct.astype(ct.astype(other, ct.float32) + ct.astype(piece, ct.float32), total.dtype)
     return piece
 
@@ -159,7 +159,7 @@ def weighted(value, piece, y, OFFSET, ROUND_OFFSET, ROUND_SCALED, TILE):
     return value
 
 
-def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, TMA):
+def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORMED, ROWS, TILE, ACCESS):
     """Add the residual where it comes last, round, store."""
     if WHERE == SUM_LAST:
         if ROUND_NORMED == TO_INPUT:
@@ -167,7 +167,7 @@ def output_piece(value, residual, x, weight, y, lead, row, p, WHERE, ROUND_NORME
         if ROUND_NORMED == TO_WEIGHT:
             value = ct.astype(ct.astype(value, weight.dtype), ct.float32)
         value = value + ct.astype(
-            ct.load(residual, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=TMA),
+            take(residual, lead, row, p, ROWS, TILE, ACCESS),
             ct.float32,
         )
-    ct.store(y, (lead, row, p), ct.astype(value, y.dtype), allow_tma=TMA)
+    give(y, ct.astype(value, y.dtype), lead, row, p, ROWS, TILE, ACCESS)

@@ -1,0 +1,46 @@
+"""Loads and stores of tiles of [lead, rows, width] tensors: through the TMA, as plain loads, or element by element."""
+
+# mypy: disable-error-code="no-untyped-def"
+# Tile functions take no annotations.
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+ZERO = ct.PaddingMode.ZERO
+
+LOAD, TMA, GATHER = 0, 1, 2
+"""How a kernel reads and writes; the result is the same. For one short row GATHER starts soonest, TMA streams best."""
+
+
+def take(x, lead, row, p, ROWS, TILE, ACCESS):
+    """The tile [1, ROWS, TILE] number (lead, row, p); zero beyond the tensor."""
+    if ACCESS == GATHER:
+        columns = ct.arange(TILE, dtype=ct.int32) + p * TILE
+        if ROWS == 1:
+            tile = ct.gather(x, (lead, row, columns), padding_value=0)
+        else:
+            lines = ct.reshape(ct.arange(ROWS, dtype=ct.int32) + row * ROWS, (ROWS, 1))
+            tile = ct.gather(x, (lead, lines, ct.reshape(columns, (1, TILE))), padding_value=0)
+        return ct.reshape(tile, (1, ROWS, TILE))
+    return ct.load(x, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA)
+
+
+def give(y, value, lead, row, p, ROWS, TILE, ACCESS):
+    """Store a tile [1, ROWS, TILE] as number (lead, row, p); nothing is written beyond the tensor."""
+    if ACCESS == GATHER:
+        columns = ct.arange(TILE, dtype=ct.int32) + p * TILE
+        if ROWS == 1:
+            ct.scatter(y, (lead, row, columns), ct.reshape(value, (TILE,)))
+        else:
+            lines = ct.reshape(ct.arange(ROWS, dtype=ct.int32) + row * ROWS, (ROWS, 1))
+            ct.scatter(y, (lead, lines, ct.reshape(columns, (1, TILE))), ct.reshape(value, (ROWS, TILE)))
+    else:
+        ct.store(y, (lead, row, p), value, allow_tma=ACCESS == TMA)
+
+
+def take_vector(x, p, TILE, ACCESS):
+    """The tile [TILE] number p of a vector; zero beyond it."""
+    if ACCESS == GATHER:
+        return ct.gather(x, ct.arange(TILE, dtype=ct.int32) + p * TILE, padding_value=0)
+    return ct.load(x, (p,), (TILE,), padding_mode=ZERO, allow_tma=ACCESS == TMA)
