@@ -159,7 +159,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
     assert flags == {
         "doctor": ["--json"],
         "research": common,
-        "inventory": ["--json"],
+        "inventory": ["--arch", "--compile", "--json", "--only"],
         "plan": ["--json", "--suppliers"],
         "integrate": ["--device", "--force", "--json", "--policy", "--trust-remote-code"],
         "bench": [

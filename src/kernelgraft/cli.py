@@ -87,26 +87,42 @@ def research(
 def inventory(
     folder: Annotated[Path | None, typer.Argument(help="Also list the Solutions in this folder.")] = None,
     json_flag: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    compile_flag: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile every cuTile kernel (and those in the folder); needs no GPU."),
+    ] = False,
+    arch: Annotated[
+        str | None, typer.Option(help="With --compile: for these (default: sm_80,sm_89,sm_90,sm_100,sm_120).")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="With --compile: calls whose name has one of these words.")] = None,
 ) -> None:
-    """List the Solutions of all suppliers installed here, and why one is unavailable."""
+    """List the Solutions of all suppliers installed here, and why one is unavailable; or compile the cuTile ones."""
     from dataclasses import asdict
 
     from kernelgraft import machine
-    from kernelgraft.report import inventory_table
+    from kernelgraft.report import compile_table, inventory_table
     from kernelgraft.suppliers import all_suppliers
 
+    if not compile_flag and (arch is not None or only is not None):
+        raise UsageError("`--arch` and `--only` say what `--compile` compiles: add it")
+    store = _existing(folder) if folder else None
+    check = _compile_check(store, arch, only) if compile_flag else None
     card = machine.read()
     listings = [line for supplier in all_suppliers() for line in supplier.catalogue(card)]
-    stored = list(_existing(folder).solutions().values()) if folder else []
+    stored = list(store.solutions().values()) if store else []
     if json_flag:
         answer = {
             "machine": card.model_dump(mode="json"),
             "catalogue": [asdict(line) for line in listings],
             "solutions": [s.model_dump(mode="json", exclude={"sources"}) for s in stored],
         }
+        if check is not None:
+            answer["compile"] = check.model_dump(mode="json")
         _wrote_json(answer, Path("-"))
-        return
-    Console().print(inventory_table(listings, stored))
+    else:
+        Console().print(inventory_table(listings, stored) if check is None else compile_table(check))
+    if check is not None and check.wrong:
+        raise KernelgraftError(f"{check.wrong} of the compilations and calls above did not succeed")
 
 
 @app.command()
@@ -313,6 +329,15 @@ def _load(model: str, dtype: str | None, device: str, trust_remote_code: bool) -
 
 def _folder(out: Path | None, model: str) -> Path:
     return out or Path("kernelgraft-" + "".join(c if c.isalnum() or c in "-_." else "-" for c in model).strip("-."))
+
+
+def _compile_check(store: Any, arch: str | None, only: str | None) -> Any:
+    from kernelgraft import pipeline
+    from kernelgraft.cutile.compiling import ARCHITECTURES
+
+    chosen = ARCHITECTURES if arch is None else _names(arch) or ()
+    with _progress() as progress:
+        return pipeline.compile_check(store, architectures=chosen, only=_names(only), progress=progress)
 
 
 def _existing(folder: Path) -> Any:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kernelgraft.bench.result import BenchResult, Comparison, Figure, Side
+from kernelgraft.cutile.compiling import Compilation, CompileCheck
 from kernelgraft.records import (
     SCHEMA_VERSION,
     Evaluation,
@@ -164,6 +165,56 @@ def inventory_table(listings: Sequence[Listing], stored: Sequence[Solution] = ()
         rows.append([meta.supplier, solution.name, meta.family, spec.language, hardware, guard, "stored"])
     headings = ["supplier", "name", "family", "language", "hardware", "guard", "here"]
     return _table("Inventory", headings, rows, folded={1, 4, 5, 6})
+
+
+def compile_table(check: CompileCheck) -> RenderableType:
+    """Kernels by architecture: how many signatures compiled, how long one took, what they take; then what failed."""
+    groups: dict[tuple[str, str], list[Compilation]] = {}
+    for done in check.compilations:
+        groups.setdefault((done.kernel, done.architecture), []).append(done)
+    rows = []
+    for (kernel, architecture), group in groups.items():
+        good = [done for done in group if done.status == "compiled"]
+        seconds = sorted(done.seconds for done in good if done.seconds is not None)
+        rows.append(
+            [
+                _kernel_name(kernel),
+                architecture,
+                f"{len(good)} of {len(group)}",
+                f"{seconds[-1]:.1f}" if seconds else UNKNOWN,
+                _range([done.registers for done in good]),
+                _range([done.local_bytes for done in good]),
+                _range([None if done.shared_bytes is None else -(-done.shared_bytes // 1024) for done in good]),
+            ]
+        )
+    headings = ["kernel", "for", "compiled", "s", "registers", "local B", "shared KiB"]
+    table = _table(f"Compiled by tileiras {check.compiler}", headings, rows, numbers={2, 3, 4, 5, 6})
+    lines = [
+        f"{done.status}: {_kernel_name(done.kernel)} for {done.architecture} ({done.calls[0]}): {done.message}"
+        for done in check.compilations
+        if done.status != "compiled"
+    ]
+    lines += [f"not compiled: {failed.call}: {failed.message}" for failed in check.failed_calls]
+    spilling = [done for done in check.compilations if done.local_bytes]
+    lines += [
+        f"local memory: {_kernel_name(done.kernel)} for {done.architecture}: {done.local_bytes} B ({done.calls[0]})"
+        for done in spilling
+    ]
+    fine = sum(done.status == "compiled" for done in check.compilations)
+    lines.append(f"{fine} of {len(check.compilations)} compiled in {check.seconds:.0f} s, without a cache")
+    lines.append("s: the slowest signature; local B: a thread's spilled registers and arrays; ranges: over signatures")
+    return Group(table, *map(Text, lines))
+
+
+def _kernel_name(kernel: str) -> str:
+    return kernel.rpartition(".")[2].removesuffix("_kernel")
+
+
+def _range(values: Sequence[int | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return UNKNOWN
+    return f"{min(known)}" if min(known) == max(known) else f"{min(known)}–{max(known)}"
 
 
 def plan_table(plan: Plan) -> RenderableType:

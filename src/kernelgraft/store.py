@@ -10,7 +10,7 @@
 ├── traces/<author>/<op_type>/<definition>.jsonl       the evaluations that the schema can hold
 ├── meta/<any of the paths above>                      what the schema has no field for
 ├── evaluations.jsonl                                  all evaluations, complete
-└── config.json, research.json, plan.json, graft.json, bench.json   records of the stages
+└── config.json, research.json, plan.json, graft.json, bench.json, compile.json   records of the stages
 ```
 
 `meta/` is a tree of its own, because a trace-set loader reads every `*.json` below `definitions/` and `solutions/`.
@@ -51,7 +51,7 @@ from kernelgraft.records import (
     WorkloadMeta,
 )
 
-RECORDS = ("config", "research", "plan", "graft", "bench")
+RECORDS = ("config", "research", "plan", "graft", "bench", "compile")
 FOLDERS = ("definitions", "solutions", "workloads", "blob", "traces", "meta")
 DSL_TAG = "dsl:cuda-tile"
 """Ends the description of a Solution whose language the schema does not know and that is stored as `python`."""

@@ -28,6 +28,12 @@ def examples() -> dict[str, list[Example]]:
     return {name: import_module(f"{__package__}.{name}").examples() for name in MODULES}
 
 
+def run(module: str, index: int, device: str = "meta") -> Any:
+    """Run one example."""
+    found: list[Example] = import_module(f"{__package__}.{module}").examples()
+    return found[index].run(device)
+
+
 def tensor(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Normal values."""
     return torch.randn(shape, dtype=dtype, device=device)

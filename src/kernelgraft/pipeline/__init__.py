@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernelgraft.pipeline.compile_check import compile_check
 from kernelgraft.pipeline.integration import Integration, integrate, make_graft, restricted, run_integration
 from kernelgraft.pipeline.planning import already, candidates, make_plan, planned
 from kernelgraft.pipeline.progress import Progress, silent
@@ -13,6 +14,7 @@ __all__ = [
     "Progress",
     "already",
     "candidates",
+    "compile_check",
     "computes_of",
     "integrate",
     "make_graft",

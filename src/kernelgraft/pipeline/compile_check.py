@@ -1,0 +1,66 @@
+"""What is compiled ahead of time: the examples of our kernels, and the cuTile Solutions stored in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kernelgraft.cutile import compiling
+from kernelgraft.cutile.compiling import Call, CompileCheck
+from kernelgraft.errors import UsageError
+from kernelgraft.pipeline.progress import Progress, silent
+from kernelgraft.store import Inventory
+
+RECORD = "compile"
+
+
+def compile_check(
+    store: Inventory | None = None,
+    *,
+    architectures: Sequence[str] = compiling.ARCHITECTURES,
+    only: Sequence[str] | None = None,
+    progress: Progress = silent,
+) -> CompileCheck:
+    """Compile every cuTile kernel for the architectures; needs the compiler, no GPU.
+
+    With a store, also its Solutions in cuTile's language, called as its workloads were; the result is kept in it.
+    `only`: words, one of which a call's name has to contain. MissingExtraError without cuda-tile and its compiler.
+    """
+    compiling.compiler()
+    calls = [*example_calls(), *(solution_calls(store) if store is not None else ())]
+    if only is not None:
+        calls = [call for call in calls if any(word in call.name for word in only)]
+        if not calls:
+            raise UsageError(f"no call's name contains `{'` or `'.join(only)}`: `rms_norm`, say, chooses a kernel")
+    found = compiling.check(calls, architectures, progress=progress)
+    if store is not None:
+        store.save_record(RECORD, found)
+    return found
+
+
+def example_calls() -> list[Call]:
+    """The examples of our kernels."""
+    from kernelgraft.kernels.examples import examples
+
+    entry = "kernelgraft.kernels.examples:run"
+    return [
+        Call(f"{module}: {example.name}", entry, (module, index))
+        for module, listed in examples().items()
+        for index, example in enumerate(listed)
+    ]
+
+
+def solution_calls(store: Inventory) -> list[Call]:
+    """Calls of the stored cuTile Solutions: each captured shape once, or a small and a larger one."""
+    from kernelgraft.suppliers.rehearsal import VARIABLE_SIZES, captured
+
+    entry, folder = "kernelgraft.suppliers.rehearsal:rehearse", str(store.root.resolve())
+    definitions = store.definitions()
+    calls = []
+    for name, solution in store.solutions().items():
+        if solution.spec.language != "cuda-tile" or solution.definition not in definitions:
+            continue
+        workloads = captured(store, definitions[solution.definition])
+        calls += [Call(f"{name}: workload {uuid[:8]}", entry, (folder, name, uuid)) for uuid in workloads]
+        if not workloads:
+            calls += [Call(f"{name}: size {size}", entry, (folder, name, None, size)) for size in VARIABLE_SIZES]
+    return calls
