@@ -274,13 +274,33 @@ def test_integers_keep_their_low_bits_and_floats_saturate() -> None:
     found = one(cast(torch.int32), y, torch.int32)
     assert found[0, :4].tolist() == [2**31 - 1, -(2**31), 0, 0]
     same(found[1:], y[1:].trunc().to(torch.int32))
-    assert one(cast(torch.uint8), y, torch.uint8)[0, :3].tolist() == [255, 0, 0]
     big = torch.full((ROWS, COLUMNS), 2**62 + 1, dtype=torch.int64)
     assert one(cast(torch.bfloat16), big, torch.bfloat16)[0, 0] == 2.0**62
     halfway = torch.full((ROWS, COLUMNS), 2**24 + 2**16 + 1, dtype=torch.int32)
     assert one(cast(torch.bfloat16), halfway, torch.bfloat16)[0, 0] == 2**24 + 2**17
     most = torch.full((ROWS, COLUMNS), 2**64 - 1, dtype=torch.uint64)
     assert one(cast(torch.float32), most, torch.float32)[0, 0] == 2.0**64
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_eight_bit_integers_are_the_low_bits_of_sixteen(source: torch.dtype) -> None:
+    """Measured on an H200: the instruction saturates to sixteen bits, the store takes eight of them."""
+    x = torch.zeros(ROWS, COLUMNS, dtype=source)
+    odd = torch.tensor([-1.9, 127, 128, 200, 256, 384, -129, -256, 65024, 1e38, -1e38, math.nan]).to(source)
+    x.view(-1)[:12] = odd
+    found = one(cast(torch.int8), x, torch.int8).view(-1)[:12].tolist()
+    assert found == [-1, 127, -128, -56, 0, -128, 127, 0, -1, -1, 0, 0]
+    found = one(cast(torch.uint8), x, torch.uint8).view(-1)[:12].tolist()
+    assert found == [0, 127, 128, 200, 0, 128, 0, 0, 0, 255, 0, 0]
+
+
+def test_nan_as_an_integer() -> None:
+    for source in (torch.float32, torch.float64):
+        x = torch.full((ROWS, COLUMNS), math.nan, dtype=source)
+        double = source == torch.float64
+        for target in (torch.int16, torch.int32, torch.int64):
+            lowest = torch.iinfo(target).min if double or target == torch.int64 else 0
+            assert one(cast(target), x, target)[0, 0] == lowest
 
 
 def test_eight_bit_floats_round_and_saturate() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import cuda.tile as ct
 import torch
 from cuda.tile import RoundingMode
-from cuda.tile._datatype import is_boolean, is_float, is_integral
+from cuda.tile._datatype import is_boolean, is_float, is_integral, is_signed
 
-from kernelgraft.cutile.dtypes import CARRIERS, DType, carrier, integer_limits, wrap
+from kernelgraft.cutile.dtypes import CARRIERS, DType, carrier, wrap
 
 LARGEST: dict[DType, float] = {ct.float8_e4m3fn: 448.0, ct.float8_e5m2: 57344.0, ct.float4_e2m1fn: 6.0}
 """Finite maxima of the dtypes to which a conversion saturates."""
@@ -113,8 +113,9 @@ def _step(value: torch.Tensor, dtype: DType, *, up: bool) -> torch.Tensor:
 def convert(data: torch.Tensor, source: DType, target: DType, mode: RoundingMode | None = None) -> torch.Tensor:
     """Carrier of `source` → carrier of `target`, as cuTile's conversions do.
 
-    Integers keep their low bits; floats to integers are cut towards zero and saturate, NaN gives 0; floats to floats
-    round once in `mode` (default to nearest even), to the eight-bit floats with saturation.
+    Integers keep their low bits; floats to integers are cut towards zero and saturate, to eight bits through sixteen;
+    NaN gives 0, but the highest bit alone from float64 or to 64 bits. Floats to floats round once in `mode` (default to
+    nearest even), to the eight-bit floats with saturation.
     """
     if source == target:
         return data
@@ -131,7 +132,7 @@ def convert(data: torch.Tensor, source: DType, target: DType, mode: RoundingMode
         return round_float64(data.to(torch.float64), target)
     if is_integral(source) or is_boolean(source):
         return wrap(data.to(held), target)
-    return _float_to_integer(data, target)
+    return _float_to_integer(data, source, target)
 
 
 def _float_to_float(data: torch.Tensor, source: DType, target: DType, mode: RoundingMode | None) -> torch.Tensor:
@@ -145,16 +146,19 @@ def _unsigned_to_float64(data: torch.Tensor) -> torch.Tensor:
     return high.to(torch.float64) * 2.0**32 + (data & 0xFFFF_FFFF).to(torch.float64)
 
 
-def _float_to_integer(data: torch.Tensor, target: DType) -> torch.Tensor:
-    low, high = integer_limits(target)
+def _float_to_integer(data: torch.Tensor, source: DType, target: DType) -> torch.Tensor:
+    """As the GPU's instructions do it: eight bits are the low ones of sixteen, to which the value saturates."""
+    signed, width = is_signed(target), max(target.bitwidth, 16)
+    low, high = (-(2 ** (width - 1)), 2 ** (width - 1) - 1) if signed else (0, 2**width - 1)
     wide = torch.nan_to_num(data.to(torch.float64), nan=0.0).trunc()
-    if target == ct.uint64:
-        whole = wide.clamp(0.0, 2.0**64)
-        upper = (whole >= 2.0**63).to(torch.float64) * 2.0**63
-        bits = (whole - upper).clamp(max=2.0**63 - 1024).to(torch.int64) | (upper > 0).to(torch.int64) << 63
-        return torch.where(whole >= 2.0**64, -1, bits)
-    held = CARRIERS[target]
-    if target == ct.int64:
-        cut = wide.clamp(float(low), 2.0**63 - 1024).to(torch.int64)
-        return torch.where(wide >= 2.0**63, high, cut)
-    return wide.clamp(low, high).to(torch.int64).to(held)
+    if width == 64:
+        # The limits are no float64: what reaches the upper one is set apart.
+        half = (wide >= 2.0**63).to(torch.float64) * (0.0 if signed else 2.0**63)
+        bits = (wide - half).clamp(float(low), 2.0**63 - 1024).to(torch.int64) | (half > 0).to(torch.int64) << 63
+        whole = torch.where(wide >= float(high), high if signed else -1, bits)
+    else:
+        whole = wide.clamp(low, high).to(torch.int64)
+    if source == ct.float64 or width == 64:
+        # 1 << (width - 1), which as signed 64 bits is the smallest.
+        whole = torch.where(data.isnan(), -(2**63) if width == 64 else 2 ** (width - 1), whole)
+    return wrap(whole.to(CARRIERS[target]), target)
