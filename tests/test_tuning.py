@@ -31,10 +31,10 @@ class Choice:
     wide: bool = False
 
 
-def entered(file: Path, config: Choice, shape_class: str = "small", gpu: Gpu = GPU, module: str = MODULE) -> None:
+def entered(file: Path, config: Choice, shape_class: str = "small") -> None:
     table = tuning.read_table(file)
     tunable = Tunable("rms_norm", shape_class, [config], lambda *_: (), lambda *_: None, lambda *_: None)
-    tuning.put_entry(table, gpu, module, tunable, config, {"us": 1.0})
+    tuning.put_entry(table, GPU, tunable, config, {"us": 1.0})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(table))
 

@@ -59,7 +59,7 @@ def tunable(kernel: str, shape_class: str, *space: Choice, make: Any = None) -> 
     def inputs(device: str, seed: int) -> tuple[torch.Tensor, ...]:
         return (torch.randn(1000, generator=torch.Generator().manual_seed(seed)).to(device),)
 
-    return Tunable(kernel, shape_class, space, make or inputs, run, lambda x: x.double() * 2)
+    return Tunable(kernel, shape_class, space, make or inputs, run, lambda x: x.double() * 2, module=__name__)
 
 
 def unmade(device: str, seed: int) -> tuple[torch.Tensor, ...]:

@@ -146,7 +146,7 @@ def tune(
             winner = result.outcomes[result.chosen]
             facts = {"us": winner.us, "default_us": result.outcomes[0].us, "outcomes": result.counts()}
             config = child.tunable.space[result.chosen]
-            tuning.put_entry(known, gpu, child.module, child.tunable, config, {**facts, "time": machine.timestamp()})
+            tuning.put_entry(known, gpu, child.tunable, config, {**facts, "time": machine.timestamp()})
             write_atomic(file, json.dumps(known, indent=1) + "\n")
         if progress is not None:
             progress("tune", len(done), len(wanted), summary(result))

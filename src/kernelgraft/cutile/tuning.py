@@ -52,6 +52,13 @@ class Tunable:
     run: Callable[..., Any]
     expected: Callable[..., Any]
     roundings: float = 4.0
+    module: str = ""
+    """Where the kernel stands; empty: the module of this package's kernels with the kernel's name."""
+
+    @property
+    def source(self) -> str:
+        """The module whose hash an entry carries."""
+        return self.module or f"kernelgraft.kernels.{self.kernel}"
 
     @property
     def name(self) -> str:
@@ -186,13 +193,11 @@ def read_table(file: Path) -> dict[str, Any]:
     return _read.__wrapped__(file) or {"schema_version": SCHEMA_VERSION, "kernels": {}}
 
 
-def put_entry(
-    table: dict[str, Any], device: Gpu, module: str, tunable: Tunable, config: Any, facts: dict[str, Any]
-) -> None:
+def put_entry(table: dict[str, Any], device: Gpu, tunable: Tunable, config: Any, facts: dict[str, Any]) -> None:
     """Enter a configuration; what the table knew of the kernel under another hash, GPU or compiler goes."""
     head = {
-        "module": module,
-        "hash": fingerprint(module),
+        "module": tunable.source,
+        "hash": fingerprint(tunable.source),
         "gpu": device.name,
         "compute_capability": device.compute_capability,
         "versions": compiler_versions(),
