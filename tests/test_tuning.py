@@ -271,7 +271,7 @@ def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuner.Run, list
             device="cpu",
             gpu=GPU,
             table=tmp_path_factory.mktemp("tuned") / "table.json",
-            limit_s=6.0,
+            limit_s=8.0,
             rounds=5,
             progress=lambda stage, done, total, text: said.append(f"{stage} {done}/{total} {text}"),
         )

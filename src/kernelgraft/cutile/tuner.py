@@ -36,6 +36,8 @@ Progress = Callable[[str, int, int | None, str], None]
 
 LIMIT_S = 90.0
 """How long a child may take for one configuration: above what the compiler itself is given."""
+START_S = 120.0
+"""How long a new child may take beyond that until it begins: it loads modules and draws inputs."""
 ROUNDS = 15
 GAIN = 0.01
 """A configuration takes an earlier one's place only if it is that much faster."""
@@ -214,7 +216,8 @@ class _Child:
     pipe: Any = None
     process: Any = None
     current: int | None = None
-    heard_s: float = 0.0
+    patience_s: float = 0.0
+    """When, by the clock, it has been silent too long."""
     waiting: list[int] = field(default_factory=list)
     """Configurations that the stage has not answered yet."""
     at_start: int = 0
@@ -301,10 +304,12 @@ class _Crew:
                 on_gpu.add(stage)
 
     def _request(self, child: _Child) -> None:
+        child.patience_s = machine.clock() + self.limit_s
         if child.process is None:
             self._start(child)
+            child.patience_s += START_S
         assert child.pipe is not None
-        child.working, child.heard_s = True, machine.clock()
+        child.working = True
         with contextlib.suppress(OSError):  # a child that has gone is noticed by `_listen`
             child.pipe.send((STAGES[child.stage], child.waiting))
 
@@ -324,7 +329,7 @@ class _Crew:
         pipes: dict[Any, _Child] = {child.pipe: child for child in self.children if child.working}
         if not pipes:
             return
-        nearest = min(child.heard_s for child in pipes.values()) + self.limit_s - machine.clock()
+        nearest = min(child.patience_s for child in pipes.values()) - machine.clock()
         for pipe in wait(list(pipes), max(0.0, nearest)):
             child = pipes[pipe]
             try:
@@ -333,12 +338,12 @@ class _Crew:
             except (EOFError, OSError):
                 self._lost(child, "crash", None)
         for child in pipes.values():
-            if child.working and machine.clock() - child.heard_s > self.limit_s:
+            if child.working and machine.clock() > child.patience_s:
                 self._lost(child, "timeout", f"no answer for {self.limit_s:g} s")
 
     def _hear(self, child: _Child, message: tuple[str, str, int, Any]) -> None:
         word, stage, index, value = message
-        child.heard_s = machine.clock()
+        child.patience_s = machine.clock() + self.limit_s
         if word == "begin":
             child.current = index
             return
