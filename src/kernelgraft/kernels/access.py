@@ -9,38 +9,46 @@ import cuda.tile as ct
 
 ZERO = ct.PaddingMode.ZERO
 
-LOAD, TMA, GATHER = 0, 1, 2
-"""How a kernel reads and writes; the result is the same. For one short row GATHER starts soonest, TMA streams best."""
+LOAD, TMA, GATHER, UNCHECKED = 0, 1, 2, 3
+"""How a kernel reads and writes; the result is the same. UNCHECKED is GATHER where no tile ends beyond its tensor."""
+
+
+def fitting(access: int, exact: bool) -> int:
+    """An access for tensors that end with their last tile (`exact`), or not."""
+    return UNCHECKED if access == GATHER and exact else access
 
 
 def take(x, lead, row, p, ROWS, TILE, ACCESS):
     """The tile [1, ROWS, TILE] number (lead, row, p); zero beyond the tensor."""
-    if ACCESS == GATHER:
+    if ACCESS >= GATHER:
         columns = ct.arange(TILE, dtype=ct.int32) + p * TILE
         if ROWS == 1:
-            tile = ct.gather(x, (lead, row, columns), padding_value=0)
+            tile = ct.gather(x, (lead, row, columns), padding_value=0, check_bounds=ACCESS == GATHER)
         else:
             lines = ct.reshape(ct.arange(ROWS, dtype=ct.int32) + row * ROWS, (ROWS, 1))
-            tile = ct.gather(x, (lead, lines, ct.reshape(columns, (1, TILE))), padding_value=0)
+            tile = ct.gather(
+                x, (lead, lines, ct.reshape(columns, (1, TILE))), padding_value=0, check_bounds=ACCESS == GATHER
+            )
         return ct.reshape(tile, (1, ROWS, TILE))
     return ct.load(x, (lead, row, p), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA)
 
 
 def give(y, value, lead, row, p, ROWS, TILE, ACCESS):
     """Store a tile [1, ROWS, TILE] as number (lead, row, p); nothing is written beyond the tensor."""
-    if ACCESS == GATHER:
+    if ACCESS >= GATHER:
         columns = ct.arange(TILE, dtype=ct.int32) + p * TILE
         if ROWS == 1:
-            ct.scatter(y, (lead, row, columns), ct.reshape(value, (TILE,)))
+            ct.scatter(y, (lead, row, columns), ct.reshape(value, (TILE,)), check_bounds=ACCESS == GATHER)
         else:
             lines = ct.reshape(ct.arange(ROWS, dtype=ct.int32) + row * ROWS, (ROWS, 1))
-            ct.scatter(y, (lead, lines, ct.reshape(columns, (1, TILE))), ct.reshape(value, (ROWS, TILE)))
+            value = ct.reshape(value, (ROWS, TILE))
+            ct.scatter(y, (lead, lines, ct.reshape(columns, (1, TILE))), value, check_bounds=ACCESS == GATHER)
     else:
         ct.store(y, (lead, row, p), value, allow_tma=ACCESS == TMA)
 
 
 def take_vector(x, p, TILE, ACCESS):
     """The tile [TILE] number p of a vector; zero beyond it."""
-    if ACCESS == GATHER:
-        return ct.gather(x, ct.arange(TILE, dtype=ct.int32) + p * TILE, padding_value=0)
+    if ACCESS >= GATHER:
+        return ct.gather(x, ct.arange(TILE, dtype=ct.int32) + p * TILE, padding_value=0, check_bounds=ACCESS == GATHER)
     return ct.load(x, (p,), (TILE,), padding_mode=ZERO, allow_tma=ACCESS == TMA)

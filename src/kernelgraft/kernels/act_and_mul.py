@@ -31,7 +31,7 @@ from kernelgraft.cutile.plans import (
     power_of_two,
     processors,
 )
-from kernelgraft.kernels.access import give, take
+from kernelgraft.kernels.access import GATHER, fitting, give, take
 from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import as_rows, as_rows_shape, halves, viewable
 
@@ -70,8 +70,8 @@ CLAMPS = {None: UNLIMITED, "before": BEFORE, "after": AFTER}
 
 ZERO = ct.PaddingMode.ZERO
 
-SMALL = Tuning(elements=512)
-LARGE = Tuning(elements=1024)
+SMALL = Tuning(elements=1024, access=GATHER, occupancy=4, worker_warps=4)
+LARGE = Tuning(elements=2048, access=GATHER, occupancy=8, worker_warps=4)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of the result, `SMALL` holds, `LARGE` beyond."""
 
@@ -404,7 +404,7 @@ def _plan(
         together,
         tile,
         grid[0] < tiles,
-        tuning.access,
+        fitting(tuning.access, width % tile == 0 and count % together == 0),
     )
     return Plan(tuning.hinted(act_and_mul_kernel), grid, constants)
 

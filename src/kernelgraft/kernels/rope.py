@@ -19,7 +19,7 @@ import cuda.tile as ct
 import torch
 
 from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, contiguous, eager, extent, fire, power_of_two
-from kernelgraft.kernels.access import GATHER, LOAD, TMA, ZERO
+from kernelgraft.kernels.access import GATHER, TMA, ZERO, fitting
 from kernelgraft.kernels.examples import Example, tensor
 
 HALF = (torch.float16, torch.bfloat16)
@@ -27,8 +27,8 @@ TABLES = ("full", "first_half", "half")
 """A value for each rotated channel, the same of which only the first half is read, or a value for each pair."""
 PAIRS = ("half", "interleaved")
 
-SMALL = Tuning(elements=256)
-LARGE = Tuning(elements=2048, access=LOAD, occupancy=4, worker_warps=8)
+SMALL = Tuning(elements=256, access=GATHER, occupancy=4)
+LARGE = Tuning(elements=4096, access=GATHER)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of q, `SMALL` holds, `LARGE` beyond; a tile's elements are counted as pairs."""
 
@@ -57,9 +57,11 @@ def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_A
 
 def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS):
     """LENGTH channels from START on, in a tile that may be wider."""
-    if ACCESS == GATHER:
+    if ACCESS >= GATHER:
         places, inside = elements(lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
-        return ct.gather(x, places, mask=inside, padding_value=0)
+        if LENGTH == TILE:
+            return ct.gather(x, places, padding_value=0, check_bounds=ACCESS == GATHER)
+        return ct.gather(x, places, mask=inside, padding_value=0, check_bounds=ACCESS == GATHER)
     if LENGTH == TILE and START % TILE == 0:
         return ct.load(
             x, (lead, head, row, START // TILE), (1, HEADS, ROWS, TILE), order=(0, HEAD_AXIS, ROW_AXIS, 3),
@@ -85,11 +87,14 @@ def elements(lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS):
 def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS):
     """Store a tile at LENGTH channels from START on."""
     value = ct.astype(value, y.dtype)
-    if ACCESS == GATHER:
+    if ACCESS >= GATHER:
         places, inside = elements(
             lead, head, row, START, LENGTH, TILE, value.shape[1], value.shape[2], HEAD_AXIS
         )  # fmt: skip
-        ct.scatter(y, places, value, mask=inside)
+        if LENGTH == TILE:
+            ct.scatter(y, places, value, check_bounds=ACCESS == GATHER)
+        else:
+            ct.scatter(y, places, value, mask=inside, check_bounds=ACCESS == GATHER)
     elif LENGTH == TILE and START % TILE == 0:
         ct.store(y, (lead, head, row, START // TILE), value, order=(0, HEAD_AXIS, ROW_AXIS, 3), allow_tma=ACCESS == TMA)
     else:
@@ -427,6 +432,7 @@ def _plan(
     together = power_of_two(-(-k_heads // tiles))
     count = q[0] * -(-q[row_axis] // rows) * tiles
     grid = tuning.grid(count, device)
+    exact = q_heads % heads == 0 and k_heads % together == 0 and q[row_axis] % rows == 0
     constants = (
         with_k,
         -(-k_heads // together) < tiles,
@@ -447,7 +453,7 @@ def _plan(
         together,
         rows,
         grid[0] < count,
-        tuning.access,
+        fitting(tuning.access, exact),
     )
     return Plan(tuning.hinted(rope_kernel), grid, constants)
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, extent, fire, power_of_two, processors
+from kernelgraft.kernels.access import GATHER, fitting
 
 RESIDENT_PIECES = 8
 RESIDENT_WIDTH = 16384
 """Rows up to this many elements stay in registers."""
-SMALL = Tuning(elements=2048, occupancy=4, worker_warps=8)
+SMALL = Tuning(elements=2048, access=GATHER)
 LARGE = Tuning(elements=2048, occupancy=4, blocks=4)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of x, `SMALL` holds, `LARGE` beyond."""
@@ -153,7 +154,9 @@ def plan(kernel: Any, shape: tuple[int, int, int], device: int, eps: float, cons
     together = tile_rows(lead, rows, tile, device, tuning.elements) if pieces == 1 else 1
     tiles = lead * -(-rows // together)
     grid = tuning.grid(tiles, device)
-    shape_constants = (together, tile, pieces, width % tile == 0, resident, grid[0] < tiles, tuning.access)
+    exact = width % tile == 0
+    access = fitting(tuning.access, exact and rows % together == 0)
+    shape_constants = (together, tile, pieces, exact, resident, grid[0] < tiles, access)
     return Plan(tuning.hinted(kernel), grid, (eps, float(width), *constants, *shape_constants))
 
 
