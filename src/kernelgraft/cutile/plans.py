@@ -51,6 +51,11 @@ class Tuning:
         return hinted(kernel, self.occupancy, self.worker_warps)
 
 
+_current: Any = getattr(torch._C, "_cuda_getDevice", None)
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""None where torch was built without CUDA; then no tensor is on a GPU."""
+
+
 def fire(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
     """Launch a plan on tensors of one device."""
     first = tensors[0]
@@ -60,8 +65,8 @@ def fire(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
         launch(plan.grid, plan.kernel, (*tensors, *plan.constants))
         return
     device = first.get_device()
-    if device == torch._C._cuda_getDevice():
-        ct.launch(torch._C._cuda_getCurrentRawStream(device), plan.grid, plan.kernel, (*tensors, *plan.constants))
+    if device == _current():
+        ct.launch(_stream(device), plan.grid, plan.kernel, (*tensors, *plan.constants))
     else:
         with torch.cuda.device(device):
             fire(plan, tensors)
@@ -100,6 +105,8 @@ def power_of_two(number: int) -> int:
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+# Names of this module are found sooner than attributes of attributes; this runs in every call of every kernel.
+_compiling, _modes, _grad = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
 
 
 def eager(*tensors: torch.Tensor | None) -> bool:
@@ -107,10 +114,13 @@ def eager(*tensors: torch.Tensor | None) -> bool:
 
     Otherwise the custom op has to be called, through torch's dispatcher.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if _compiling() or _modes():
         return False
-    grad = torch.is_grad_enabled()
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or (grad and tensor is not None and tensor.requires_grad):
+        if type(tensor) not in _PLAIN:
             return False
+    if _grad():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return False
     return True

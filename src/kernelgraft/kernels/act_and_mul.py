@@ -31,7 +31,8 @@ from kernelgraft.cutile.plans import (
     power_of_two,
     processors,
 )
-from kernelgraft.kernels.access import GATHER, fitting, give, take
+from kernelgraft.cutile.tuning import chosen
+from kernelgraft.kernels.access import GATHER, LOAD, TMA, fitting, give, take
 from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import as_rows, as_rows_shape, halves, viewable
 
@@ -333,7 +334,7 @@ def _run(
         gate.shape, gate.stride(), other.stride(), gate.get_device(), dtypes, activation, form, upcast, clamp, limit
     )
     if found.shape is None:
-        y = torch.empty_like(gate, dtype=found.dtype)
+        y = torch.empty_like(gate) if found.dtype is gate.dtype else torch.empty_like(gate, dtype=found.dtype)
     else:
         y = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device=gate.device)
     if found.plan is None:
@@ -380,7 +381,7 @@ def _plan(
 ) -> Plan:
     """The plan for a result [lead, rows, width]."""
     lead, count, width = shape
-    tuning = choose(lead * count, width)
+    tuning = choose(lead * count, width, 2 if half else 4, activation, form, device)
     divisor = width & -width
     most = tuning.elements
     if form == SEPARATE and lead * count * width > most * LARGEST_GRID:
@@ -409,9 +410,41 @@ def _plan(
     return Plan(tuning.hinted(act_and_mul_kernel), grid, constants)
 
 
-def choose(rows: int, width: int) -> Tuning:
-    """The free choices for a result of that many rows."""
+def choose(rows: int, width: int, itemsize: int, activation: str, form: int, device: int) -> Tuning:
+    """The free choices for a result of that many rows of values of that many bytes."""
+    return chosen(default(rows, width), "act_and_mul", shape_class(rows, width, itemsize, activation, form), device)
+
+
+def default(rows: int, width: int) -> Tuning:
+    """The choices where nothing is tuned."""
     return SMALL if rows * width <= SMALL_ELEMENTS else LARGE
+
+
+def shape_class(rows: int, width: int, itemsize: int, activation: str, form: int) -> str:
+    """`silu packed 2^24 2B`: how inputs lie, how many values at most, their size; `odd` if rows end within a tile."""
+    laid = ("apart", "packed", "packed", "mixed", "mixed")[form]
+    places = ((rows * width - 1).bit_length() + 2) // 3 * 3  # 2^12, 2^15, …
+    odd = "" if width % 512 == 0 else " odd"
+    return f"{ALIASES.get(activation, activation)} {laid} 2^{min(max(places, 15), 27)}{odd} {itemsize}B"
+
+
+def space(rows: int, width: int) -> list[Tuning]:
+    """Configurations worth trying, the default first."""
+    few = rows * width <= SMALL_ELEMENTS
+    found = [default(rows, width)]
+    found += [
+        Tuning(elements=elements, access=GATHER, occupancy=occupancy, worker_warps=warps)
+        for elements in ((256, 512, 1024, 2048) if few else (512, 1024, 2048, 4096))
+        for occupancy in ((None, 4) if few else (None, 8, 16))
+        for warps in (None, 8)
+        if few or not (warps == 8 and elements < 2048)
+    ]
+    found += [Tuning(elements=elements, access=LOAD) for elements in (512, 1024, 2048)]
+    if not few:
+        found += [Tuning(elements=2048, access=GATHER, worker_warps=warps, blocks=8) for warps in (None, 8)]
+        found += [Tuning(elements=1024, access=LOAD, occupancy=16), Tuning(elements=4096, access=LOAD, worker_warps=8)]
+        found += [Tuning(elements=4096, access=TMA), Tuning(elements=8192, access=TMA, worker_warps=8, blocks=2)]
+    return list(dict.fromkeys(found))
 
 
 _op = torch.library.custom_op("kernelgraft::act_and_mul", _run, mutates_args=())

@@ -97,7 +97,8 @@ def _run(
 ) -> torch.Tensor:
     vector = None if weight is None else weight.dtype
     found = _call(x.shape, x.stride(), x.get_device(), x.dtype, vector, eps, offset, cast, round_offset, divide)
-    y = torch.empty_like(x, dtype=found.norm.dtypes[0])
+    dtype = found.norm.dtypes[0]
+    y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
     launch(found, (x,), (y,), (x if weight is None else weight,))
     return y
 

@@ -15,13 +15,24 @@ from typing import Any
 import torch
 
 from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, extent, fire, power_of_two, processors
-from kernelgraft.kernels.access import GATHER, fitting
+from kernelgraft.cutile.tuning import chosen
+from kernelgraft.kernels.access import GATHER, LOAD, TMA, fitting
 
 RESIDENT_PIECES = 8
 RESIDENT_WIDTH = 16384
 """Rows up to this many elements stay in registers."""
-SMALL = Tuning(elements=2048, access=GATHER)
-LARGE = Tuning(elements=2048, occupancy=4, blocks=4)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTuning(Tuning):
+    """The choices for a norm."""
+
+    piece: int | None = None
+    """Widest piece of a row; None: what `cut` says."""
+
+
+SMALL = RowTuning(elements=2048, access=GATHER)
+LARGE = RowTuning(elements=2048, occupancy=4, blocks=4)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of x, `SMALL` holds, `LARGE` beyond."""
 BLOCKS_PER_PROCESSOR = 2
@@ -59,23 +70,24 @@ def call(norm: Norm, shape: tuple[int, ...], device: int, *strides: tuple[int, .
         return Call(norm, None, None)
     if max(extent(shape, s) for s in strides) >= LARGEST_EXTENT:
         return Call(norm, None, None)
-    return Call(norm, plan(norm.kernel, seen, device, norm.eps, norm.constants), view)
+    return Call(norm, plan(norm, seen, device), view)
 
 
 def launch(
     ready: Call, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], vectors: tuple[torch.Tensor, ...]
 ) -> None:
     """Compute `results` from `inputs` (tensors of rows) and `vectors` [width]: the order of the kernel's arguments."""
-    if ready.plan is None:
+    plan, view = ready.plan, ready.view
+    if plan is None:
         if results[0].numel():
             seen = as_rows(*results, *inputs)
             count = len(results)
             _split(ready.norm, seen[count:], seen[:count], vectors)
-    elif ready.view is None:
-        fire(ready.plan, (*inputs, *results, *vectors))
+    elif view is None:
+        fire(plan, inputs + results + vectors)
     else:
-        lead, rows, width = ready.view  # torch takes sizes one by one faster than as a tuple
-        fire(ready.plan, (*[t.view(lead, rows, width) for t in (*inputs, *results)], *vectors))
+        lead, rows, width = view  # torch takes sizes one by one faster than as a tuple
+        fire(plan, (*[t.view(lead, rows, width) for t in inputs + results], *vectors))
 
 
 def _split(
@@ -83,8 +95,7 @@ def _split(
 ) -> None:
     """Launches on [lead, rows, width] tensors, as many as 32-bit offsets ask for."""
     if max(extent(t.shape, t.stride()) for t in (*inputs, *results)) < LARGEST_EXTENT:
-        chosen = plan(norm.kernel, inputs[0].shape, inputs[0].get_device(), norm.eps, norm.constants)
-        fire(chosen, (*inputs, *results, *vectors))
+        fire(plan(norm, inputs[0].shape, inputs[0].get_device()), (*inputs, *results, *vectors))
         return
     for part in halves((*inputs, *results)):
         _split(norm, part[: len(inputs)], part[len(inputs) :], vectors)
@@ -120,12 +131,14 @@ def as_rows(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...
     return tuple(t.flatten(0, rank - 3) for t in tensors)
 
 
-def cut(width: int) -> tuple[int, int, bool]:
-    """Width of a piece, number of pieces, and whether a row's pieces all stay in registers.
+def cut(width: int, piece: int | None = None) -> tuple[int, int, bool]:
+    """Width of a piece (`piece` if given), number of pieces, and whether a row's pieces all stay in registers.
 
     One piece wherever little of it lies beyond the row; else smaller ones, so that memory and registers are not wasted.
     """
     whole = power_of_two(width)
+    if piece is not None and width <= RESIDENT_WIDTH and -(-width // piece) <= RESIDENT_PIECES:
+        return piece, -(-width // piece), True
     if width > RESIDENT_WIDTH:
         return 4096, -(-width // 4096), False
     if whole <= 128 or whole * 7 <= width * 8:
@@ -146,23 +159,81 @@ def tile_rows(lead: int, rows: int, tile: int, device: int, elements: int) -> in
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(kernel: Any, shape: tuple[int, int, int], device: int, eps: float, constants: tuple[Any, ...]) -> Plan:
+def plan(norm: Norm, shape: tuple[int, int, int], device: int) -> Plan:
     """The plan for [lead, rows, width] tensors of one shape."""
     lead, rows, width = shape
-    tile, pieces, resident = cut(width)
-    tuning = choose(lead * rows, width)
+    name = norm.kernel._pyfunc.__name__.removesuffix("_kernel")
+    tuning = choose(name, lead * rows, width, norm.dtypes[-1].itemsize, device)
+    tile, pieces, resident = cut(width, tuning.piece)
     together = tile_rows(lead, rows, tile, device, tuning.elements) if pieces == 1 else 1
     tiles = lead * -(-rows // together)
     grid = tuning.grid(tiles, device)
     exact = width % tile == 0
     access = fitting(tuning.access, exact and rows % together == 0)
     shape_constants = (together, tile, pieces, exact, resident, grid[0] < tiles, access)
-    return Plan(tuning.hinted(kernel), grid, (eps, float(width), *constants, *shape_constants))
+    return Plan(tuning.hinted(norm.kernel), grid, (norm.eps, float(width), *norm.constants, *shape_constants))
 
 
-def choose(rows: int, width: int) -> Tuning:
-    """The free choices for a norm of that many rows."""
+def choose(kernel: str, rows: int, width: int, itemsize: int, device: int) -> RowTuning:
+    """The free choices for a norm of that many rows, with results of that many bytes a value."""
+    return chosen(default(rows, width), kernel, shape_class(rows, width, itemsize), device)
+
+
+def default(rows: int, width: int) -> RowTuning:
+    """The choices where nothing is tuned."""
     return SMALL if rows * width <= SMALL_ELEMENTS else LARGE
+
+
+def shape_class(rows: int, width: int, itemsize: int) -> str:
+    """`w4096 r32 2B`: the width, or the power of two that it is below, about how many rows, the size of a value."""
+    whole = power_of_two(width)
+    return f"w{'' if whole == width else '<'}{whole} r{about(rows)} {itemsize}B"
+
+
+def about(rows: int) -> int:
+    """A number of rows that stands for all of a class."""
+    return next((one for most, one in ((8, 1), (64, 32), (1024, 512), (8192, 4096)) if rows <= most), 16384)
+
+
+def space(rows: int, width: int) -> list[RowTuning]:
+    """Configurations worth trying, the default first."""
+    whole, first = power_of_two(width), default(rows, width)
+    pieces = [None] if cut(width)[:2] == (whole, 1) or whole > RESIDENT_WIDTH // 2 else [None, whole]
+    heights = [1] if whole > 1024 else [1, 2, 4, 8, 16]
+    found = [first]
+    if rows * width <= SMALL_ELEMENTS:
+        found += [
+            RowTuning(elements=whole * height, access=access, worker_warps=warps, piece=piece)
+            for piece in pieces
+            for height in heights[:4]
+            for access in (GATHER, LOAD)
+            for warps in (None, 8)
+        ]
+        found += [RowTuning(elements=whole, access=TMA, worker_warps=8)]
+    else:
+        found += [
+            RowTuning(elements=whole * height, access=GATHER, occupancy=occupancy, worker_warps=warps, piece=piece)
+            for piece in pieces
+            for height in (heights if whole <= 1024 else [1, 2])
+            for occupancy in (None, 8)
+            for warps in (None, 8)
+        ]
+        found += [
+            RowTuning(elements=max(whole, 2048), access=access, occupancy=occupancy, worker_warps=warps, blocks=blocks)
+            for access, occupancy, warps, blocks in (
+                (LOAD, None, 8, None),
+                (LOAD, 8, None, None),
+                (TMA, None, 8, None),
+                (TMA, 4, None, 8),
+                (TMA, 8, None, 8),
+                (TMA, 2, 8, 2),
+                (GATHER, None, 8, 4),
+                (GATHER, None, None, 8),
+                (GATHER, 8, None, 8),
+                (LOAD, 4, 8, 4),
+            )
+        ]
+    return list(dict.fromkeys(found))[:40]
 
 
 def halves(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
