@@ -436,7 +436,8 @@ def launch_cost() -> dict[str, float]:
 
     x, weight = drawn(1, 1, 4096), drawn(4096)
     y = torch.empty_like(x)
-    chosen = row_plans.plan(rms_norm_kernel, x.shape, 0, EPS, (True, False, False, rows.TO_INPUT, False))
+    norm = row_plans.Norm(rms_norm_kernel, EPS, (True, False, False, rows.TO_INPUT, False), (BF16,))
+    chosen = row_plans.plan(norm, x.shape, 0)
     stream, args = torch.cuda.current_stream().cuda_stream, (x, y, weight, *chosen.constants)
     q, k = drawn(1, 1, 32, 128).transpose(1, 2), drawn(1, 1, 8, 128).transpose(1, 2)
     cos, sin, gate = drawn(1, 1, 128), drawn(1, 1, 128), drawn(1, 1, 14336)

@@ -63,6 +63,7 @@ def one_line(err: str) -> str:
         (("bench", "tiny", "--cache", "paged"), "paged"),
         (("bench", "tiny", "--graft", "no-such-folder"), "no-such-folder"),
         (("plan", "no-such-folder"), "no-such-folder"),
+        (("inventory", "--kernel", "rope"), "--tune"),
         (("integrate", "no-such-folder"), "no-such-folder"),
         (("export", "no-such-folder", "--dest", "x"), "no-such-folder"),
     ],
@@ -159,7 +160,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
     assert flags == {
         "doctor": ["--json"],
         "research": common,
-        "inventory": ["--arch", "--compile", "--json", "--only"],
+        "inventory": ["--arch", "--budget", "--compile", "--json", "--kernel", "--only", "--tune"],
         "plan": ["--json", "--suppliers"],
         "integrate": ["--device", "--force", "--json", "--policy", "--trust-remote-code"],
         "bench": [

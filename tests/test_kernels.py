@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -440,7 +441,8 @@ def test_tuning_changes_no_result(tuning: plans.Tuning, device: str, monkeypatch
 
     expected = results()
     for module in (row_plans, act_module, rope_module):
-        monkeypatch.setattr(module, "SMALL", tuning)
+        fields = {name: getattr(tuning, name) for name in plans.Tuning.__slots__}
+        monkeypatch.setattr(module, "SMALL", dataclasses.replace(module.SMALL, **fields))
     for found, wanted in zip(results(), expected, strict=True):
         close(found, wanted.double(), wanted.dtype)
     clear()

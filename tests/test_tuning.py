@@ -366,3 +366,48 @@ def test_an_earlier_configuration_wins_a_tie() -> None:
     assert tuner.choose(outcomes(10.0, 9.95)) == 0
     assert tuner.choose(outcomes(None, 9.0, 20.0)) == 1
     assert tuner.choose(outcomes(None, None)) is None
+
+
+# --- the kernels ---
+
+
+def test_kernels_take_a_configuration_and_stay_right() -> None:
+    """The last configurations of some tunables, small: what a tuned entry changes is the launch, not the result."""
+    from kernelgraft.kernels import row_tunables
+
+    offered = {tunable.name: tunable for tunable in row_tunables.tunables()}
+    assert len(offered) == len(row_tunables.tunables()), "two tunables have one name"
+    for name in (
+        "rms_norm/w1024 r1 2B",
+        "layer_norm/w2048 r1 2B",
+        "act_and_mul/silu packed 2^15 2B",
+        "rope/32+8x64 r1",
+    ):
+        tunable = offered[name]
+        inputs = tunable.make("cpu", 0)
+        expected = tunable.expected(*inputs)
+        wanted = expected if isinstance(expected, tuple) else (expected,)
+        for config in (tunable.space[0], *tunable.space[-2:]):
+            found = tunable.run(config, *inputs)
+            assert difference(found if isinstance(found, tuple) else (found,), wanted, tunable.roundings) is None, (
+                config
+            )
+
+
+def test_a_configuration_for_another_class_is_refused() -> None:
+    from kernelgraft.kernels import rms_norm, row_plans
+
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    key = "rms_norm", row_plans.shape_class(2, 4096, 2)
+    with pytest.raises(LookupError, match="asks for"):
+        tuning.run_with(row_plans.SMALL, key, (rms_norm, row_plans), lambda: rms_norm.rms_norm(x))
+
+
+def test_spaces_hold_the_default_first_and_few() -> None:
+    from kernelgraft.kernels import row_tunables
+
+    for tunable in row_tunables.tunables():
+        assert 1 < len(tunable.space) <= 40, tunable.name
+        assert len(set(tunable.space)) == len(tunable.space)
+        assert all(type(config) is type(tunable.space[0]) for config in tunable.space), tunable.name
+        assert json.loads(json.dumps(asdict(tunable.space[-1]))) == asdict(tunable.space[-1])

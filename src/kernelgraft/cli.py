@@ -95,18 +95,28 @@ def inventory(
         str | None, typer.Option(help="With --compile: for these (default: sm_80,sm_89,sm_90,sm_100,sm_120).")
     ] = None,
     only: Annotated[str | None, typer.Option(help="With --compile: calls whose name has one of these words.")] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Find the fastest configurations of our cuTile kernels on this GPU.")
+    ] = False,
+    kernel: Annotated[str | None, typer.Option(help="With --tune: comma-separated kernels (default: all).")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="With --tune: seconds after which nothing new is begun; run it again.")
+    ] = None,
 ) -> None:
-    """List the Solutions of all suppliers installed here, and why one is unavailable; or compile the cuTile ones."""
+    """List the Solutions of all suppliers, and why one is unavailable here; compile or tune the cuTile kernels."""
     from dataclasses import asdict
 
     from kernelgraft import machine
-    from kernelgraft.report import compile_table, inventory_table
+    from kernelgraft.report import compile_table, inventory_table, tuning_table
     from kernelgraft.suppliers import all_suppliers
 
     if not compile_flag and (arch is not None or only is not None):
         raise UsageError("`--arch` and `--only` say what `--compile` compiles: add it")
+    if not tune and (kernel is not None or budget is not None):
+        raise UsageError("`--kernel` and `--budget` say what `--tune` tunes: add it")
     store = _existing(folder) if folder else None
     check = _compile_check(store, arch, only) if compile_flag else None
+    tuned = _tune(_names(kernel), budget) if tune else None
     card = machine.read()
     listings = [line for supplier in all_suppliers() for line in supplier.catalogue(card)]
     stored = list(store.solutions().values()) if store else []
@@ -118,9 +128,15 @@ def inventory(
         }
         if check is not None:
             answer["compile"] = check.model_dump(mode="json")
+        if tuned is not None:
+            answer["tuning"] = tuned.record()
         _wrote_json(answer, Path("-"))
+    elif check is None and tuned is None:
+        Console().print(inventory_table(listings, stored))
     else:
-        Console().print(inventory_table(listings, stored) if check is None else compile_table(check))
+        Console().print(
+            *([] if check is None else [compile_table(check)]), *([] if tuned is None else [tuning_table(tuned)])
+        )
     if check is not None and check.wrong:
         raise KernelgraftError(f"{check.wrong} of the compilations and calls above did not succeed")
 
@@ -338,6 +354,14 @@ def _compile_check(store: Any, arch: str | None, only: str | None) -> Any:
     chosen = ARCHITECTURES if arch is None else _names(arch) or ()
     with _progress() as progress:
         return pipeline.compile_check(store, architectures=chosen, only=_names(only), progress=progress)
+
+
+def _tune(kernels: list[str] | None, budget_s: float | None) -> Any:
+    from kernelgraft.cutile import tuner
+    from kernelgraft.kernels.examples import TUNED
+
+    with _progress() as progress:
+        return tuner.tune(TUNED, kernels=kernels, budget_s=budget_s, progress=progress)
 
 
 def _existing(folder: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -30,6 +30,9 @@ from kernelgraft.records import (
 )
 from kernelgraft.store import Inventory, write_atomic
 from kernelgraft.suppliers.base import Listing
+
+if TYPE_CHECKING:
+    from kernelgraft.cutile.tuner import Run
 
 REGIMES = ("prefill", "decode")
 UNKNOWN = "–"
@@ -203,6 +206,37 @@ def compile_table(check: CompileCheck) -> RenderableType:
     fine = sum(done.status == "compiled" for done in check.compilations)
     lines.append(f"{fine} of {len(check.compilations)} compiled in {check.seconds:.0f} s, without a cache")
     lines.append("s: the slowest signature; local B: a thread's spilled registers and arrays; ranges: over signatures")
+    return Group(table, *map(Text, lines))
+
+
+def tuning_table(run: Run) -> RenderableType:
+    """The default's time, the best one's, what sets it apart; then what was not right and what was not reached."""
+    rows = []
+    for found in run.results:
+        first = found.outcomes[0]
+        best = None if found.chosen is None else found.outcomes[found.chosen]
+        apart = {} if best is None else {k: v for k, v in best.config.items() if v != first.config[k]}
+        rows.append(
+            [
+                found.kernel,
+                found.shape_class,
+                _number(first.us, 2),
+                _number(None if best is None else best.us, 2),
+                ", ".join(f"{k} {v}" for k, v in apart.items()) or ("the default" if best else "nothing right"),
+                ", ".join(f"{count} {status}" for status, count in found.counts().items()),
+            ]
+        )
+    headings = ["kernel", "shapes", "default µs", "best µs", "set apart by", "configurations"]
+    table = _table(f"Tuned on {run.gpu.name}", headings, rows, numbers={2, 3}, folded={4, 5})
+    bad = Counter(
+        f"{o.status}: {found.kernel}/{found.shape_class}: {o.reason}"
+        for found in run.results
+        for o in found.outcomes
+        if o.status not in ("ok", "untimed")
+    )
+    lines = [text if count == 1 else f"{text} ({count} times)" for text, count in bad.items()]
+    lines += [f"not reached: {name}" for name in run.left]
+    lines.append(f"table: {run.table}; {run.seconds:.0f} s")
     return Group(table, *map(Text, lines))
 
 

@@ -35,6 +35,9 @@ COLD_BYTES = 256e6
 SETS = (2, 16)
 """Fewest and most of them; those of small inputs stay in the cache, as a model's do."""
 QUICK_ROUNDS = 3
+TIMED_US = 20_000.0
+"""Rounds go on until each configuration has been timed that long altogether: short calls need more of them."""
+MOST_ROUNDS = 100
 CLOSE = 1.25
 """Configurations that were that many times slower than the best in the quick rounds are not timed further."""
 REPEATS = 3
@@ -164,18 +167,24 @@ class _Bench:
             except Exception as error:  # what a configuration raises is its result
                 self._failed("time", index, error)
         samples: dict[int, list[float]] = {index: [] for index in timers}
-        left = self._rounds(QUICK_ROUNDS, timers, samples)
+        left = self._rounds(QUICK_ROUNDS, timers, samples, 0.0)
         medians = {index: statistics.median(samples[index]) for index in left}
         best = min(medians.values(), default=0.0)
         close = {index: timers[index] for index in left if medians[index] <= CLOSE * best or index == indices[0]}
-        self._rounds(self.rounds, close, samples)
+        self._rounds(self.rounds, close, samples, TIMED_US * len(close))
         for index in left:
             self.pipe.send(("done", "time", index, samples[index]))
 
-    def _rounds(self, count: int, timers: dict[int, Callable[[], float]], samples: dict[int, list[float]]) -> list[int]:
+    def _rounds(
+        self, count: int, timers: dict[int, Callable[[], float]], samples: dict[int, list[float]], at_least_us: float
+    ) -> list[int]:
+        """At least `count` rounds and that much time; gives the configurations."""
         order = list(timers)
         shuffle = random.Random(0).shuffle
-        for _ in range(count):
+        started = machine.clock()
+        for done in range(max(count, MOST_ROUNDS)):
+            if done >= count and (machine.clock() - started) * 1e6 >= at_least_us:
+                break
             shuffle(order)
             for index in order:
                 self._say("begin", "time", index)

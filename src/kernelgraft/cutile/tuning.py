@@ -16,9 +16,10 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -97,6 +98,7 @@ def tuned(kernel: str, shape_class: str, device: int) -> dict[str, Any] | None:
     For whoever builds a launch plan: it reads files on its first call only, and never uses the GPU.
     """
     if _laid_over is not None:
+        _asked_for.add((kernel, shape_class))
         return _laid_over.get((kernel, shape_class))
     if device < 0 or machine.environment(SWITCH) == "off":
         return None
@@ -110,17 +112,45 @@ def chosen(default: Config, kernel: str, shape_class: str, device: int) -> Confi
 
 
 @contextlib.contextmanager
-def using(entries: dict[tuple[str, str], dict[str, Any]]) -> Iterator[None]:
-    """Inside, these (kernel, shape class) entries hold, on CPU tensors too, and no others. Plans made before stay."""
-    global _laid_over
-    before, _laid_over = _laid_over, entries
+def using(entries: Mapping[tuple[str, str], dict[str, Any]], *modules: ModuleType) -> Iterator[set[tuple[str, str]]]:
+    """Inside, these (kernel, shape class) entries hold, on CPU tensors too, and no others.
+
+    Gives the set of entries that have been looked up. Launch plans are made anew, inside and after, where `modules`
+    keep them.
+    """
+    global _laid_over, _asked_for
+    before = _laid_over, _asked_for
+    _laid_over, _asked_for = entries, set()
+    forget_plans(*modules)
     try:
-        yield
+        yield _asked_for
     finally:
-        _laid_over = before
+        _laid_over, _asked_for = before
+        forget_plans(*modules)
 
 
-_laid_over: dict[tuple[str, str], dict[str, Any]] | None = None
+_laid_over: Mapping[tuple[str, str], dict[str, Any]] | None = None
+_asked_for: set[tuple[str, str]] = set()
+
+
+def run_with(config: Any, key: tuple[str, str], modules: Sequence[ModuleType], call: Callable[[], Any]) -> Any:
+    """One call of a kernel with a configuration for a (kernel, shape class). LookupError if the call asks for another.
+
+    `modules` are those that keep its launch plans.
+    """
+    with using({key: dataclasses.asdict(config)}, *modules) as asked_for:
+        result = call()
+    if key not in asked_for:
+        raise LookupError(f"the call asks for {sorted(asked_for)}, not for {key}")
+    return result
+
+
+def forget_plans(*modules: ModuleType) -> None:
+    """Empty the caches of the functions of modules."""
+    for module in modules:
+        for value in list(vars(module).values()):
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
 
 
 def user_table(device: Gpu) -> Path:

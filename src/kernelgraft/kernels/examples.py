@@ -11,6 +11,8 @@ import torch
 
 MODULES: tuple[str, ...] = ("act_and_mul", "add_rms_norm", "layer_norm", "rms_norm", "rope")
 """Modules of this package that have `examples() -> list[Example]`."""
+TUNED: tuple[str, ...] = tuple(f"{__package__}.{name}" for name in (*MODULES, "row_tunables"))
+"""Modules that may have `tunables() -> list[Tunable]`."""
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,27 @@ import cuda.tile as ct
 import torch
 
 from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, contiguous, eager, extent, fire, power_of_two
-from kernelgraft.kernels.access import GATHER, TMA, ZERO, fitting
+from kernelgraft.cutile.tuning import chosen
+from kernelgraft.kernels.access import GATHER, LOAD, TMA, ZERO, fitting
 from kernelgraft.kernels.examples import Example, tensor
+from kernelgraft.kernels.row_plans import about
 
 HALF = (torch.float16, torch.bfloat16)
 TABLES = ("full", "first_half", "half")
 """A value for each rotated channel, the same of which only the first half is read, or a value for each pair."""
 PAIRS = ("half", "interleaved")
 
-SMALL = Tuning(elements=256, access=GATHER, occupancy=4)
-LARGE = Tuning(elements=4096, access=GATHER)
+
+@dataclass(frozen=True, slots=True)
+class Turning(Tuning):
+    """The choices for a rotation; `elements` counts the pairs of a row that a tile takes."""
+
+    rows: int | None = None
+    """Rows of a tile; None: one, or as many as make a little work enough."""
+
+
+SMALL = Turning(elements=256, access=GATHER, occupancy=4)
+LARGE = Turning(elements=4096, access=GATHER)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of q, `SMALL` holds, `LARGE` beyond; a tile's elements are counted as pairs."""
 
@@ -421,12 +432,18 @@ def _plan(
     head_axis = 3 - row_axis
     length, width = turned // 2, q[3]
     tile, rest = power_of_two(length), width - turned
-    tuning = choose(q[0] * q[1] * q[2], q[3])
     q_heads, k_heads = q[head_axis], k[head_axis] if with_k else 1
+    plain = bool(with_k) and not rest and not pairs_in and not pairs_out and table == 0 and rounds
+    tuning = choose(q[0] * q[row_axis], q_heads, k_heads, width, plain, device)
     heads = max(1, min(power_of_two(max(q_heads, k_heads)), tuning.elements // tile))
-    rows = 1
+    rows = 1 if tuning.rows is None else min(tuning.rows, power_of_two(q[row_axis]))
     # Rows lie apart from heads in memory: several to a tile only where a row alone would be too little work.
-    while rows < q[row_axis] and 2 * rows * heads * tile <= 512 and q[0] * q[row_axis] // rows > 1024:
+    while (
+        tuning.rows is None
+        and rows < q[row_axis]
+        and 2 * rows * heads * tile <= 512
+        and q[0] * q[row_axis] // rows > 1024
+    ):
         rows *= 2
     tiles = -(-q_heads // heads)
     together = power_of_two(-(-k_heads // tiles))
@@ -458,9 +475,45 @@ def _plan(
     return Plan(tuning.hinted(rope_kernel), grid, constants)
 
 
-def choose(rows: int, width: int) -> Tuning:
-    """The free choices for that many rows of all heads."""
-    return SMALL if rows * width <= SMALL_ELEMENTS else LARGE
+def choose(rows: int, heads: int, k_heads: int, width: int, plain: bool, device: int) -> Turning:
+    """The free choices for that many rows of all heads; only `plain` rotations in a half type have been tuned."""
+    first = default(rows, heads, width)
+    return chosen(first, "rope", shape_class(rows, heads, k_heads, width), device) if plain else first
+
+
+def default(rows: int, heads: int, width: int) -> Turning:
+    """The choices where nothing is tuned."""
+    return SMALL if rows * heads * width <= SMALL_ELEMENTS else LARGE
+
+
+def shape_class(rows: int, heads: int, k_heads: int, width: int) -> str:
+    """`32+8x128 r4096`: heads of q and of k, channels, about how many rows."""
+    return f"{power_of_two(heads)}+{power_of_two(k_heads)}x{width} r{about(rows)}"
+
+
+def space(rows: int, heads: int, width: int) -> list[Turning]:
+    """Configurations worth trying, the default first."""
+    pairs = power_of_two(width // 2)
+    every = power_of_two(heads) * pairs
+    found = [default(rows, heads, width)]
+    if rows * heads * width <= SMALL_ELEMENTS:
+        found += [
+            Turning(elements=elements, access=access, occupancy=occupancy, worker_warps=warps)
+            for elements in dict.fromkeys((128, 256, 512, 1024, every))
+            for access in (GATHER, LOAD)
+            for occupancy, warps in ((None, None), (4, None), (None, 8))
+            if not (warps == 8 and elements < 512)
+        ]
+    else:
+        found += [
+            Turning(elements=every // part, access=access, occupancy=occupancy, worker_warps=warps, rows=height)
+            for part, height in ((1, 1), (1, 2), (1, 4), (2, 4), (4, 4), (4, 8))
+            for access in (GATHER, LOAD)
+            for occupancy, warps in ((None, None), (None, 8), (8, None))
+            if not (warps == 8 and every // part * height < 2048)
+        ]
+        found += [Turning(elements=1024, access=TMA, worker_warps=4), Turning(elements=every, access=TMA, rows=4)]
+    return list(dict.fromkeys(found))[:40]
 
 
 _op = torch.library.custom_op("kernelgraft::rope", _run, mutates_args=())
