@@ -1,18 +1,21 @@
-# make demo | test | check | clean. The environment is .venv, made from requirements.lock; PYTHON chooses the interpreter.
+# make demo | test | check | compile | clean. The environment is .venv, made from requirements.lock; PYTHON chooses the
+# interpreter.
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+TOOLCHAIN := $(VENV)/toolchain
 
-.PHONY: help demo test check clean
+.PHONY: help demo test check compile clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo   run kernelgraft on the bundled model and write demo-out/"
-	@echo "make test   run the tests"
-	@echo "make check  ruff and mypy"
-	@echo "make clean  remove .venv, demo-out and caches"
+	@echo "make demo     run kernelgraft on the bundled model and write demo-out/"
+	@echo "make test     run the tests"
+	@echo "make check    ruff and mypy"
+	@echo "make compile  compile every cuTile kernel for five architectures; needs no GPU"
+	@echo "make clean    remove .venv, demo-out and caches"
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -33,6 +36,16 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+$(TOOLCHAIN)/.installed: requirements-compile.lock $(STAMP)
+	@rm -rf $(TOOLCHAIN)
+	@echo "Installing requirements-compile.lock into $(TOOLCHAIN)" >&2
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(TOOLCHAIN) -r requirements-compile.lock
+	@touch $@
+
+# The compiler is NVIDIA's and stays out of .venv's own packages: cuTile finds it on the path of modules.
+compile: $(TOOLCHAIN)/.installed
+	PYTHONPATH=$(TOOLCHAIN) $(BIN)/kernelgraft inventory --compile
 
 clean:
 	rm -rf $(VENV) demo-out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -195,8 +195,8 @@ def project() -> dict[str, object]:
         return tomllib.load(file)["project"]
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+def pins(file: str = "requirements.lock") -> dict[str, str]:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     found = {}
     for line in lines:
         if line and not line.startswith("#"):
@@ -219,6 +219,15 @@ def test_the_lock_needs_no_gpu() -> None:
     # cuda-tile is the language without its compiler: the interpreter runs it on a CPU.
     gpu_only = ("nvidia", "cuda", "triton", "flashinfer-python")
     assert not [name for name in pins() if name.startswith(gpu_only) and name != "cuda-tile"]
+
+
+def test_the_compiler_is_locked_apart_and_is_all_that_cutile_looks_for() -> None:
+    compiler = pytest.importorskip("cuda.tile._compile")
+    locked = pins("requirements-compile.lock")
+    assert set(locked) == set(compiler._PIP_TILEIRAS_PACKAGES)
+    assert len(set(locked.values())) == 1, "cuTile wants them of one version"
+    said = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert all(name in said for name in locked)
 
 
 def test_dependencies_have_lower_bounds_only() -> None:
