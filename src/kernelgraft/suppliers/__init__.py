@@ -18,6 +18,8 @@ OWN = {
     "torch": "kernelgraft.suppliers.torch_ops",
     "inductor": "kernelgraft.suppliers.inductor",
     "kernelgraft": "kernelgraft.suppliers.ours",
+    "tilegym": "kernelgraft.suppliers.tilegym",
+    "liger": "kernelgraft.suppliers.liger",
 }
 """Our suppliers by name, in the order in which they are asked; each module exports `SUPPLIER`."""
 
