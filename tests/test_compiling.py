@@ -31,6 +31,7 @@ from kernelgraft import cli, kernels
 from kernelgraft.cutile import compile_pool, compile_worker, compiling, interpreted
 from kernelgraft.cutile.compiling import ARCHITECTURES, Call, Compilation, CompileCheck, check, chosen_architectures
 from kernelgraft.cutile.cubin import Resources, resources
+from kernelgraft.cutile.interpreter import Options, standing_in
 from kernelgraft.cutile.recording import recording
 from kernelgraft.cutile.signatures import disjoint, launch_signature
 from kernelgraft.errors import MissingExtraError, UsageError
@@ -145,6 +146,8 @@ def test_what_a_launch_tells_of_annotated_arrays_scalars_and_lists() -> None:
     assert arrays.element.shape_constant == (None, None) and arrays.element.shape_divisible_by == (1, 1)
     assert arrays.element.stride_divisible_by == (8, 1)
     assert len(pair.items) == 2
+    (overlapping, _) = parts(launch_signature(several, ([meta(4, 16), meta(1, 16).expand(4, 16)], (1,))))
+    assert overlapping.element.may_alias_internally and not arrays.element.may_alias_internally
 
 
 def test_elements_that_overlap() -> None:
@@ -154,22 +157,21 @@ def test_elements_that_overlap() -> None:
 
 
 @pytest.mark.gpu
-def test_signatures_are_those_of_launches_on_a_gpu() -> None:
+@pytest.mark.parametrize("module", MODULES)
+def test_signatures_are_those_of_launches_on_a_gpu(module: str) -> None:
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
-    for listed in examples().values():
-        for example in listed[:4]:
-            with recording() as launches:
-                example.run("meta")
-            with recording() as on_gpu:
-                example.run("cuda")
-            assert not on_gpu
-            for launch in launches:
-                args = tuple(
-                    torch.empty_like(a, device="cuda") if isinstance(a, torch.Tensor) else a for a in launch.args
-                )
-                real = KernelSignature.from_kernel_args(launch.kernel, args, CallingConvention.cutile_python_v2())
-                assert launch_signature(launch.kernel, launch.args) == real, example.name
+    on_gpu: list[tuple[Any, Any]] = []
+    for example in examples()[module]:
+        with recording() as launches:
+            example.run("meta")
+        on_gpu.clear()
+        with standing_in(Options(instead=lambda grid, kernel, args: on_gpu.append((kernel, args))), None):
+            example.run("cuda")
+        assert len(on_gpu) == len(launches), example.name
+        for launch, (kernel, args) in zip(launches, on_gpu, strict=True):
+            real = KernelSignature.from_kernel_args(kernel, tuple(args), CallingConvention.cutile_python_v2())
+            assert launch_signature(launch.kernel, launch.args).symbol == real.symbol, example.name
 
 
 # --- examples ---
