@@ -1,0 +1,385 @@
+"""Cross entropy of the words that a model's head gives, from hidden states, without a tensor of all logits.
+
+Forward: logits are computed tile by tile and only their running maximum and sum of exponentials are kept; each token's
+loss is that normaliser less its label's logit. Backward: chunk after chunk of the vocabulary, the derivatives by the
+logits are computed anew from the normalisers into a buffer of at most `CHUNK_BYTES` (or of 128 words), and torch
+multiplies them with the weight and the hidden states; each chunk gives its own rows of the weight's gradient, and the
+hidden states' gradient is summed in float32.
+
+Memory beside inputs, gradients and results: forward, 8 bytes for each token and part of the vocabulary, and
+`CHUNK_BYTES` with `fused` off; backward, twice `CHUNK_BYTES` at the most and the hidden states' gradient in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kernelgraft.cutile.plans import Plan, eager, fire, hinted, power_of_two, processors
+from kernelgraft.cutile.tuning import chosen
+from kernelgraft.kernels import cross_entropy_tiles as tiles
+from kernelgraft.kernels.examples import Example, tensor
+
+CHUNK_BYTES = 2**26
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What can be chosen freely for the launches."""
+
+    fused: bool = True
+    """Logits by our kernel, which keeps them; else by torch, chunk by chunk through memory, and read from there."""
+    tokens: int = 128
+    words: int = 256
+    depth: int = 64
+    """The tile of a product: tokens, words, and channels at a time."""
+    chunk_bytes: int = CHUNK_BYTES
+    occupancy: int | None = None
+    ctas: int | None = None
+    worker_warps: int | None = None
+
+    def within(self, shape: tuple[int, int, int]) -> Choice:
+        """The same with tiles no larger than (tokens, words, channels) need."""
+        sizes = (self.tokens, self.words, self.depth)
+        tokens, words, depth = (min(a, max(16, power_of_two(b))) for a, b in zip(sizes, shape, strict=True))
+        return replace(self, tokens=min(self.tokens, tokens), words=words, depth=depth)
+
+    @property
+    def tile(self) -> tuple[int, int, int, bool]:
+        """The kernels' constants."""
+        return self.tokens, self.words, self.depth, self.tokens < 64
+
+    def hinted(self, kernel: Any) -> Any:
+        """The kernel with the compiler hints."""
+        return _with_ctas(hinted(kernel, self.occupancy, self.worker_warps), self.ctas)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_ctas(kernel: Any, ctas: int | None) -> Any:
+    return kernel if ctas is None else kernel.replace_hints(num_ctas=ctas)
+
+
+def cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Cross entropy of softcap · tanh(scale · hidden · weightᵀ / softcap) against labels, in float32.
+
+    hidden: [..., channels], weight: [words, channels], both of one dtype (float32, bfloat16, float16) and any strides;
+    labels: [...], int64 or int32, numbers of words or `ignore_index`. `reduction`: one of `REDUCTIONS`; the mean is
+    over the labels that are not ignored, NaN if there are none. Gradients flow to hidden and weight. Labels outside
+    the vocabulary are not noticed.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"the reduction `{reduction}` is none of {', '.join(REDUCTIONS)}")
+    if hidden.dtype is not weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: both must be of one dtype")
+    run = _run if eager(hidden, weight, labels) else _op
+    flat = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+    losses, _ = run(flat, weight, labels.reshape(-1), ignore_index, scale, softcap)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / (labels != ignore_index).sum()
+
+
+# Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The launches for tensors of one shape."""
+
+    normaliser: Plan | None
+    """None if torch computes the products, chunk by chunk."""
+    chunks: tuple[tuple[int, int, Plan], ...]
+    """Else: of each chunk the first word, the number of words, and what reads its products."""
+    parts: int
+    loss: Plan
+
+
+def _run(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = hidden.shape[0]
+    losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    normalisers = torch.empty_like(losses)
+    if tokens:
+        shape = (tokens, *weight.shape)
+        _forward(hidden, weight, labels, losses, normalisers, _plans(
+            shape, hidden.dtype, hidden.get_device(), ignore_index, scale, softcap
+        ))  # fmt: skip
+    return losses, normalisers
+
+
+def _forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    losses: torch.Tensor,
+    normalisers: torch.Tensor,
+    plans: Forward,
+) -> None:
+    partial = torch.empty((2, plans.parts, hidden.shape[0]), dtype=torch.float32, device=hidden.device)
+    if plans.normaliser is not None:
+        fire(plans.normaliser, (hidden, weight, partial))
+    for first, count, plan in plans.chunks:
+        fire(plan, (_products(hidden, weight[first : first + count]), partial))
+    fire(plans.loss, (hidden, weight, labels, partial, losses, normalisers))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plans(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: int,
+    ignored: int,
+    scale: float,
+    softcap: float | None,
+    choice: Choice | None = None,
+) -> Forward:
+    tokens, words, channels = shape
+    choice = (choice or choose(shape, dtype, device, False)).within(shape)
+    numbers, cap = (scale, softcap or 0.0), _cap(softcap, dtype)
+    chunks: tuple[tuple[int, int, Plan], ...] = ()
+    normaliser = None
+    if choice.fused:
+        across, number = -(-tokens // choice.tokens), -(-words // choice.words)
+        each = -(-number // max(1, processors(device) // across))
+        parts = -(-number // each)
+        constants = (cap, each, words % choice.words == 0, *choice.tile)
+        kernel = choice.hinted(tiles.normaliser_kernel)
+        normaliser = Plan(kernel, (across * parts,), (*numbers, *constants))
+    else:
+        spans = list(_spans(tokens, words, choice.chunk_bytes))
+        parts = len(spans)
+        width = min(4096, power_of_two(spans[0][1]))
+        kernel = tiles.chunk_normaliser_kernel
+        chunks = tuple(
+            (first, count, Plan(kernel, (tokens,), (part, *numbers, cap, width)))
+            for part, (first, count) in enumerate(spans)
+        )
+    rows = 8 if tokens >= 1024 else 1
+    shapes = (power_of_two(parts), rows, min(256, power_of_two(channels)))
+    loss = Plan(tiles.loss_kernel, (-(-tokens // rows),), (*numbers, ignored, cap, *shapes))
+    return Forward(normaliser, chunks, parts, loss)
+
+
+def _cap(softcap: float | None, dtype: torch.dtype) -> int:
+    return tiles.NO_CAP if softcap is None else tiles.FINE if dtype is torch.float32 else tiles.QUICK
+
+
+def _spans(tokens: int, words: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """First words and lengths of the chunks of the vocabulary, of about equal length."""
+    most = max(128, chunk_bytes // (4 * tokens) // 128 * 128)
+    number = -(-words // most)
+    length = (-(-words // number) + 127) // 128 * 128
+    for first in range(0, words, length):
+        yield first, min(length, words - first)
+
+
+def _products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """hidden · weightᵀ in float32."""
+    if hidden.dtype is torch.float32:
+        return torch.mm(hidden, weight.t())
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.mm(hidden.float(), weight.float().t())
+
+
+# Backward
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The launches for tensors of one shape."""
+
+    fused: bool
+    """Whether the launches compute the products, or are given them."""
+    chunks: tuple[tuple[int, int, Plan], ...]
+    """Of each chunk the first word, the number of words, and what makes the derivatives by its products."""
+
+
+def _slopes(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    normalisers: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    of_hidden: bool,
+    of_weight: bool,
+) -> list[torch.Tensor]:
+    """The gradients of hidden and of weight, those that are wanted."""
+    grad = torch.where(labels == ignore_index, 0.0, grad.float())
+    by_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if of_hidden else None
+    by_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if of_weight else None
+    shape = (hidden.shape[0], *weight.shape)
+    if not hidden.shape[0]:
+        return [x.zero_().to(hidden.dtype) for x in (by_hidden, by_weight) if x is not None]
+    plans = _backward_plans(shape, hidden.dtype, hidden.get_device(), scale, softcap)
+    space = torch.empty(hidden.shape[0], plans.chunks[0][1], dtype=hidden.dtype, device=hidden.device)
+    for first, count, plan in plans.chunks:
+        chunk, rows = space[:, :count], weight[first : first + count]
+        if plans.fused:
+            fire(plan, (hidden, rows, labels, normalisers, grad, chunk))
+        else:
+            fire(plan, (_products(hidden, rows), labels, normalisers, grad, chunk))
+        if by_weight is not None:
+            torch.mm(chunk.t(), hidden, out=by_weight[first : first + count])
+        if by_hidden is not None:
+            _add_product(by_hidden, chunk, rows)
+    return [x.to(hidden.dtype) for x in (by_hidden, by_weight) if x is not None]
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a · b to a float32 tensor."""
+    if a.dtype is torch.float32:
+        torch.addmm(total, a, b, out=total)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, a.float(), b.float(), out=total)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_plans(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: int,
+    scale: float,
+    softcap: float | None,
+    choice: Choice | None = None,
+) -> Backward:
+    tokens, words, _ = shape
+    choice = (choice or choose(shape, dtype, device, True)).within(shape)
+    chunks = []
+    for first, count in _spans(tokens, words, choice.chunk_bytes):
+        numbers = (first, scale, softcap or 0.0, _cap(softcap, dtype))
+        if choice.fused:
+            grid = (-(-tokens // choice.tokens) * -(-count // choice.words),)
+            plan = Plan(choice.hinted(tiles.slope_kernel), grid, (*numbers, *choice.tile))
+        else:
+            plan = Plan(tiles.chunk_slope_kernel, (tokens,), (*numbers, min(4096, power_of_two(count))))
+        chunks.append((first, count, plan))
+    return Backward(choice.fused, tuple(chunks))
+
+
+# Choices
+
+
+def choose(shape: tuple[int, int, int], dtype: torch.dtype, device: int, backward: bool) -> Choice:
+    """The free choices for one pass over (tokens, words, channels)."""
+    kernel = "cross_entropy_backward" if backward else "cross_entropy"
+    return chosen(default(shape[0], dtype, device), kernel, shape_class(shape, dtype), device)
+
+
+def default(tokens: int, dtype: torch.dtype, device: int) -> Choice:
+    """The choice where nothing is tuned."""
+    if dtype is torch.float32:
+        return Choice(fused=device < 0, tokens=64, words=64, depth=32)
+    if tokens <= 32:
+        return Choice(tokens=max(8, power_of_two(tokens)), words=128, depth=128)
+    return Choice()
+
+
+def shape_class(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
+    """The class of shapes that one tuned configuration serves."""
+    width = "wide" if dtype is torch.float32 else "half"
+    return f"{width}-{min(power_of_two(shape[0]), 8192)}x{power_of_two(shape[1])}x{power_of_two(shape[2])}"
+
+
+def space(shape: tuple[int, int, int], dtype: torch.dtype, device: int = -1) -> list[Choice]:
+    """Configurations worth trying, the default first."""
+    first = default(shape[0], dtype, device)
+    few = max(8, power_of_two(shape[0]))
+    if dtype is torch.float32:
+        found = [Choice(True, *size) for size in ((64, 64, 32), (128, 64, 32), (128, 128, 16))]
+    elif shape[0] <= 32:
+        sizes = [(few, words, depth) for words in (64, 128, 256) for depth in (64, 128, 256) if words * depth < 2**16]
+        found = [Choice(True, *size, occupancy=occupancy) for size in sizes for occupancy in (None, 2)]
+    else:
+        found = [Choice(True, *size) for size in ((128, 256, 64), (256, 128, 64), (128, 128, 64), (128, 128, 128))]
+        found += [Choice(True, *size, ctas=2) for size in ((128, 256, 64), (256, 128, 64), (256, 256, 64))]
+        found += [Choice(True, 128, 256, 64, worker_warps=8), Choice(True, 128, 128, 64, occupancy=2)]
+    found += [Choice(False, chunk_bytes=2**n) for n in (25, 26, 27, 28)]
+    return [first, *(c for c in found if c != first)]
+
+
+# The op
+
+
+_op = torch.library.custom_op("kernelgraft::cross_entropy", _run, mutates_args=())
+_slopes_op = torch.library.custom_op("kernelgraft::cross_entropy_backward", _slopes, mutates_args=())
+
+
+@_op.register_fake
+def _fake(hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return hidden.new_empty(hidden.shape[0], dtype=torch.float32), hidden.new_empty(
+        hidden.shape[0], dtype=torch.float32
+    )
+
+
+@_slopes_op.register_fake
+def _fake_slopes(grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x, wanted in ((hidden, rest[-2]), (weight, rest[-1])) if wanted]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    hidden, weight, labels, *ctx.words = inputs
+    ctx.save_for_backward(hidden, weight, labels, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    wanted = ctx.needs_input_grad[:2]
+    found = iter(_slopes_op(grad, *ctx.saved_tensors, *ctx.words, *wanted))
+    return *(next(found) if w else None for w in wanted), None, None, None, None
+
+
+_op.register_autograd(_backward, setup_context=_setup)
+
+
+def examples() -> list[Example]:
+    """Training and scoring with the heads of real models; few tokens; a softcap."""
+
+    def of(
+        tokens: int, words: int, channels: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True, **options: Any
+    ) -> Callable[[str], Any]:
+        def run(device: str) -> Any:
+            hidden = tensor(device, tokens, channels, dtype=dtype)
+            weight = tensor(device, words, channels, dtype=dtype) * channels**-0.5
+            labels = torch.randint(0, words, (tokens,), device=device)
+            if not grad:
+                return cross_entropy(hidden, weight, labels, **options)
+            losses, normalisers = _run(hidden, weight, labels, -100, 1.0, options.get("softcap"))
+            numbers = (-100, 1.0, options.get("softcap"), True, True)
+            return _slopes(losses, hidden, weight, labels, normalisers, *numbers)
+
+        return run
+
+    return [
+        Example("llama-3.2-1b 4096", of(4096, 128256, 2048)),
+        Example("qwen3-0.6b 1024", of(1024, 151936, 1024)),
+        Example("gemma-3-1b 512, softcap", of(512, 262144, 1152, softcap=30.0)),
+        Example("llama-3.2-1b 16, no gradient", of(16, 128256, 2048, grad=False)),
+        Example("57 x 1021 x 200 float32", of(57, 1021, 200, torch.float32), tune=False),
+    ]
