@@ -238,7 +238,7 @@ def test_sum_and_its_norm(shape: tuple[int, ...], dtype: torch.dtype, device: st
     close(normed, exact_rms(total, weight, 1e-5, True), dtype)
     total, normed = add_layer_norm(residual, x, weight, bias, 1e-5)
     assert torch.equal(total, residual + x)
-    close(normed, exact_layer(total, weight, bias, 1e-5), dtype)
+    close(normed, exact_layer(total, weight, bias, 1e-5), dtype, roundings=2.5)  # product and bias may cancel
     close(rms_norm_add(residual, x, weight), residual.double() + exact_rms(x, weight, 1e-6), dtype, roundings=8)
     close(
         layer_norm_add(residual, x, weight), residual.double() + exact_layer(x, weight, None, 1e-5), dtype, roundings=8

@@ -13,10 +13,16 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
+from kernelgraft.cutile.tuning import compiler_versions
+
 LARGEST_EXTENT = 2**31
 """Elements between the first and the last of one launch's tensor; kernels count in int32, larger ones are split."""
 LARGEST_GRID = 2**16
 """Blocks of one launch; a kernel's blocks take further tiles in turn."""
+LARGEST_AXIS = 2**16 - 1
+"""Blocks along the second and the third axis of a grid."""
+UNCHECKED_LOADS = (13, 4)
+"""The first version of tileiras that takes loads and stores of tiles without checks of their bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,15 @@ def hinted(kernel: Any, occupancy: int | None, worker_warps: int | None) -> Any:
     if occupancy is None and worker_warps is None:
         return kernel
     return kernel.replace_hints(occupancy=occupancy, num_worker_warps=worker_warps)
+
+
+@functools.lru_cache(maxsize=16)
+def unchecked_loads(device: int) -> bool:
+    """Whether the compiler for a CUDA device (-1: the interpreter) takes loads without checks of their bounds."""
+    version = compiler_versions()["nvidia-cuda-tileiras"]
+    if device < 0 or version is None:
+        return device < 0
+    return tuple(int(part) for part in version.split(".")[:2]) >= UNCHECKED_LOADS
 
 
 @functools.lru_cache(maxsize=16)

@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from kernelgraft.cutile.plans import (
+    LARGEST_AXIS,
     LARGEST_EXTENT,
-    LARGEST_GRID,
     Plan,
     Tuning,
     contiguous,
@@ -71,8 +71,8 @@ CLAMPS = {None: UNLIMITED, "before": BEFORE, "after": AFTER}
 
 ZERO = ct.PaddingMode.ZERO
 
-SMALL = Tuning(elements=1024, access=GATHER, occupancy=4, worker_warps=4)
-LARGE = Tuning(elements=2048, access=GATHER, occupancy=8, worker_warps=4)
+SMALL = Tuning(elements=1024, access=LOAD)
+LARGE = Tuning(elements=2048, access=LOAD, worker_warps=8)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of the result, `SMALL` holds, `LARGE` beyond."""
 
@@ -139,7 +139,10 @@ def activated(x, ACT, FAST):
     elif ACT == GELU:
         x = 0.5 * x * doubled_normal(x * 0.70710678118654752)
     elif ACT == GELU_TANH:
-        x = 0.5 * x * (1.0 + ct.tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))
+        if FAST:  # (1 + tanh(z)) / 2 is the logistic function of 2 z
+            x = x * logistic(1.5957691216057308 * (x + 0.044715 * x * x * x), FAST)
+        else:
+            x = 0.5 * x * (1.0 + ct.tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))
     elif ACT == QUICK_GELU:
         x = x * logistic(1.702 * x, FAST)
     elif ACT == RELU:
@@ -226,18 +229,17 @@ def act_and_mul_kernel(
     FAST: the result is of a half type, whose rounding hides that of a quick exponential and quotient.
     """
     pieces = ct.cdiv(y.shape[2], TILE)
-    across = ct.cdiv(y.shape[1], ROWS) * pieces
     if LOOP:
+        across = ct.cdiv(y.shape[1], ROWS) * pieces
         for index in range(ct.bid(0), y.shape[0] * across, ct.num_blocks(0)):
             product_tile(
                 gate, up, y, limit, index // across, (index % across) // pieces, index % pieces, pieces, FORM, ACT,
                 CLAMP, ROUND, FAST, WIDTH, ROWS, TILE, ACCESS,
             )  # fmt: skip
     else:
-        index = ct.bid(0)
         product_tile(
-            gate, up, y, limit, index // across, (index % across) // pieces, index % pieces, pieces, FORM, ACT, CLAMP,
-            ROUND, FAST, WIDTH, ROWS, TILE, ACCESS,
+            gate, up, y, limit, ct.bid(2), ct.bid(1), ct.bid(0), pieces, FORM, ACT, CLAMP, ROUND, FAST, WIDTH, ROWS,
+            TILE, ACCESS,
         )  # fmt: skip
 
 
@@ -384,16 +386,14 @@ def _plan(
     tuning = choose(lead * count, width, 2 if half else 4, activation, form, device)
     divisor = width & -width
     most = tuning.elements
-    if form == SEPARATE and lead * count * width > most * LARGEST_GRID:
-        most *= 2  # blocks then take several tiles in turn, which larger ones make up for
     tile = min(divisor if divisor >= 512 else power_of_two(width), most)
     pieces = -(-width // tile)
     together = max(1, min(most // tile, power_of_two(count)))
     while together > 1 and lead * -(-count // together) * pieces < 2 * processors(device):
         together //= 2
     cut = width if form in (GATE_FIRST, UP_FIRST) and width % tile else 0
-    tiles = lead * -(-count // together) * pieces
-    grid = tuning.grid(tiles, device)
+    across = -(-count // together)
+    loop = tuning.blocks is not None or max(lead, across) > LARGEST_AXIS
     constants = (
         limit,
         form,
@@ -404,9 +404,10 @@ def _plan(
         cut,
         together,
         tile,
-        grid[0] < tiles,
-        fitting(tuning.access, width % tile == 0 and count % together == 0),
+        loop,
+        fitting(tuning.access, width % tile == 0 and count % together == 0, device),
     )
+    grid = tuning.grid(lead * across * pieces, device) if loop else (pieces, across, lead)
     return Plan(tuning.hinted(act_and_mul_kernel), grid, constants)
 
 
@@ -433,16 +434,19 @@ def space(rows: int, width: int) -> list[Tuning]:
     few = rows * width <= SMALL_ELEMENTS
     found = [default(rows, width)]
     found += [
-        Tuning(elements=elements, access=GATHER, occupancy=occupancy, worker_warps=warps)
+        Tuning(elements=elements, access=LOAD, occupancy=occupancy, worker_warps=warps)
         for elements in ((256, 512, 1024, 2048) if few else (512, 1024, 2048, 4096))
         for occupancy in ((None, 4) if few else (None, 8, 16))
         for warps in (None, 8)
         if few or not (warps == 8 and elements < 2048)
     ]
-    found += [Tuning(elements=elements, access=LOAD) for elements in (512, 1024, 2048)]
+    found += [Tuning(elements=elements, access=GATHER) for elements in (512, 1024, 2048)]
     if not few:
-        found += [Tuning(elements=2048, access=GATHER, worker_warps=warps, blocks=8) for warps in (None, 8)]
-        found += [Tuning(elements=1024, access=LOAD, occupancy=16), Tuning(elements=4096, access=LOAD, worker_warps=8)]
+        found += [Tuning(elements=2048, access=LOAD, worker_warps=warps, blocks=8) for warps in (None, 8)]
+        found += [
+            Tuning(elements=2048, access=GATHER, occupancy=8),
+            Tuning(elements=4096, access=GATHER, worker_warps=8),
+        ]
         found += [Tuning(elements=4096, access=TMA), Tuning(elements=8192, access=TMA, worker_warps=8, blocks=2)]
     return list(dict.fromkeys(found))
 

@@ -30,7 +30,7 @@ def add_rms_norm_kernel(
     y,
     weight,
     eps,
-    width,
+    inverse,
     WHERE: ct.Constant[int],
     WEIGHT: ct.Constant[bool],
     OFFSET: ct.Constant[bool],
@@ -48,7 +48,7 @@ def add_rms_norm_kernel(
 ):
     """residual, x, total, y: [lead, rows, width]; weight: [width]."""
     rows.norm_rows(
-        residual, x, weight, weight, total, y, eps, width, WHERE, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND,
+        residual, x, weight, weight, total, y, eps, inverse, WHERE, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND,
         False, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
     )  # fmt: skip
 

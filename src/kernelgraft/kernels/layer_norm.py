@@ -31,7 +31,7 @@ def layer_norm_kernel(
     weight,
     bias,
     eps,
-    width,
+    inverse,
     WHERE: ct.Constant[int],
     WEIGHT: ct.Constant[bool],
     BIAS: ct.Constant[bool],
@@ -51,7 +51,7 @@ def layer_norm_kernel(
 ):
     """residual, x, total, y: [lead, rows, width]; weight, bias: [width]."""
     rows.norm_rows(
-        residual, x, weight, bias, total, y, eps, width, WHERE, True, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
+        residual, x, weight, bias, total, y, eps, inverse, WHERE, True, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
         ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
     )  # fmt: skip
 

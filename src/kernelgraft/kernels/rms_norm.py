@@ -32,7 +32,7 @@ def rms_norm_kernel(
     y,
     weight,
     eps,
-    width,
+    inverse,
     WEIGHT: ct.Constant[bool],
     OFFSET: ct.Constant[bool],
     ROUND_OFFSET: ct.Constant[bool],
@@ -48,8 +48,8 @@ def rms_norm_kernel(
 ):
     """x, y: [lead, rows, width]; weight: [width]."""
     rows.norm_rows(
-        x, x, weight, weight, y, y, eps, width, rows.NO_SUM, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND, False,
-        rows.KEEP, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
+        x, x, weight, weight, y, y, eps, inverse, rows.NO_SUM, False, WEIGHT, False, OFFSET, ROUND_OFFSET, ROUND,
+        False, rows.KEEP, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ number r of channels turns, the others are copied. Arithmetic is float32, except
 and the tables are of one half type: then it is in that type, as torch's is. Gradients are computed by torch in float32.
 """
 
+# ruff: noqa: SIM109
 # mypy: disable-error-code="no-untyped-def"
 # In a kernel a constant chooses a branch, which Python's shorter forms do not; tile functions take no annotations.
 
@@ -18,9 +19,19 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, contiguous, eager, extent, fire, power_of_two
+from kernelgraft.cutile.plans import (
+    LARGEST_AXIS,
+    LARGEST_EXTENT,
+    Plan,
+    Tuning,
+    contiguous,
+    eager,
+    extent,
+    fire,
+    power_of_two,
+)
 from kernelgraft.cutile.tuning import chosen
-from kernelgraft.kernels.access import GATHER, LOAD, TMA, ZERO, fitting
+from kernelgraft.kernels.access import BARE, GATHER, LOAD, TMA, UNCHECKED, ZERO, fitting
 from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import about
 
@@ -38,8 +49,8 @@ class Turning(Tuning):
     """Rows of a tile; None: one, or as many as make a little work enough."""
 
 
-SMALL = Turning(elements=256, access=GATHER, occupancy=4)
-LARGE = Turning(elements=4096, access=GATHER)
+SMALL = Turning(elements=512, access=LOAD)
+LARGE = Turning(elements=4096, access=LOAD)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of q, `SMALL` holds, `LARGE` beyond; a tile's elements are counted as pairs."""
 
@@ -68,7 +79,12 @@ def parts(x, lead, head, row, START, PAIRS_IN, LENGTH, TILE, HEADS, ROWS, HEAD_A
 
 def channels(x, lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS):
     """LENGTH channels from START on, in a tile that may be wider."""
-    if ACCESS >= GATHER:
+    if ACCESS == BARE and LENGTH == TILE and START % TILE == 0:
+        return ct.load(
+            x, (lead, head, row, START // TILE), (1, HEADS, ROWS, TILE), order=(0, HEAD_AXIS, ROW_AXIS, 3),
+            allow_tma=False, check_bounds=False,
+        )  # fmt: skip
+    if ACCESS == GATHER or ACCESS == UNCHECKED:
         places, inside = elements(lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
         if LENGTH == TILE:
             return ct.gather(x, places, padding_value=0, check_bounds=ACCESS == GATHER)
@@ -98,7 +114,12 @@ def elements(lead, head, row, START, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS):
 def put(y, value, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS):
     """Store a tile at LENGTH channels from START on."""
     value = ct.astype(value, y.dtype)
-    if ACCESS >= GATHER:
+    if ACCESS == BARE and LENGTH == TILE and START % TILE == 0:
+        ct.store(
+            y, (lead, head, row, START // TILE), value, order=(0, HEAD_AXIS, ROW_AXIS, 3), allow_tma=False,
+            check_bounds=False,
+        )  # fmt: skip
+    elif ACCESS == GATHER or ACCESS == UNCHECKED:
         places, inside = elements(
             lead, head, row, START, LENGTH, TILE, value.shape[1], value.shape[2], HEAD_AXIS
         )  # fmt: skip
@@ -127,7 +148,9 @@ def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS):
         first = ct.extract(both, (0, 0, 0, 0), (1, ROWS, TILE, 1))
         second = ct.extract(both, (0, 0, 0, 1), (1, ROWS, TILE, 1))
     else:
-        if LENGTH == TILE:
+        if LENGTH == TILE and ACCESS == BARE:
+            first = ct.load(values, (lead, row, 0), (1, ROWS, TILE), allow_tma=False, check_bounds=False)
+        elif LENGTH == TILE:
             first = ct.load(values, (lead, row, 0), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA)
         else:
             first = ct.load(
@@ -135,7 +158,9 @@ def table(values, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS):
             )
         second = first
         if FULL:
-            if LENGTH == TILE:
+            if LENGTH == TILE and ACCESS == BARE:
+                second = ct.load(values, (lead, row, 1), (1, ROWS, TILE), allow_tma=False, check_bounds=False)
+            elif LENGTH == TILE:
                 second = ct.load(values, (lead, row, 1), (1, ROWS, TILE), padding_mode=ZERO, allow_tma=ACCESS == TMA)
             else:
                 second = ct.load(
@@ -239,8 +264,8 @@ def rope_kernel(
     """
     tiles = ct.cdiv(q.shape[HEAD_AXIS], HEADS)
     k_tiles = ct.cdiv(k.shape[HEAD_AXIS], K_HEADS)
-    across = ct.cdiv(q.shape[ROW_AXIS], ROWS) * tiles
     if LOOP:
+        across = ct.cdiv(q.shape[ROW_AXIS], ROWS) * tiles
         for index in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
             rope_tile(
                 q, k, cos, sin, q_out, k_out, index // across, (index % across) // tiles, index % tiles, k_tiles,
@@ -248,11 +273,10 @@ def rope_kernel(
                 PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS, K_HEADS, ROWS, ACCESS,
             )  # fmt: skip
     else:
-        index = ct.bid(0)
         rope_tile(
-            q, k, cos, sin, q_out, k_out, index // across, (index % across) // tiles, index % tiles, k_tiles, WITH_K,
-            FEWER, HEAD_AXIS, ROW_AXIS, START, LENGTH, TILE, REST_START, REST, REST_TILE, PAIRS_IN, PAIRS_OUT, FULL,
-            BACKWARD, ROUND, HEADS, K_HEADS, ROWS, ACCESS,
+            q, k, cos, sin, q_out, k_out, ct.bid(2), ct.bid(1), ct.bid(0), k_tiles, WITH_K, FEWER, HEAD_AXIS, ROW_AXIS,
+            START, LENGTH, TILE, REST_START, REST, REST_TILE, PAIRS_IN, PAIRS_OUT, FULL, BACKWARD, ROUND, HEADS,
+            K_HEADS, ROWS, ACCESS,
         )  # fmt: skip
 
 
@@ -447,9 +471,11 @@ def _plan(
         rows *= 2
     tiles = -(-q_heads // heads)
     together = power_of_two(-(-k_heads // tiles))
-    count = q[0] * -(-q[row_axis] // rows) * tiles
-    grid = tuning.grid(count, device)
+    down = -(-q[row_axis] // rows)
+    loop = tuning.blocks is not None or max(q[0], down) > LARGEST_AXIS
+    grid = tuning.grid(q[0] * down * tiles, device) if loop else (tiles, down, q[0])
     exact = q_heads % heads == 0 and k_heads % together == 0 and q[row_axis] % rows == 0
+    access = GATHER if tuning.access == LOAD and tile != length else tuning.access
     constants = (
         with_k,
         -(-k_heads // together) < tiles,
@@ -469,8 +495,8 @@ def _plan(
         heads,
         together,
         rows,
-        grid[0] < count,
-        fitting(tuning.access, exact),
+        loop,
+        fitting(access, exact, device),
     )
     return Plan(tuning.hinted(rope_kernel), grid, constants)
 

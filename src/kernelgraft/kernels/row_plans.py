@@ -5,6 +5,7 @@ Tensors are seen as [lead, rows, width]. Up to `RESIDENT_PIECES` pieces of a row
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, extent, fire, power_of_two, processors
+from kernelgraft.cutile.plans import LARGEST_AXIS, LARGEST_EXTENT, Plan, Tuning, extent, fire, power_of_two, processors
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels.access import GATHER, LOAD, TMA, fitting
 
@@ -27,12 +28,14 @@ RESIDENT_WIDTH = 16384
 class RowTuning(Tuning):
     """The choices for a norm."""
 
+    rows: int | None = None
+    """Rows of a tile; None: as many as `elements` allow while enough blocks are left."""
     piece: int | None = None
     """Widest piece of a row; None: what `cut` says."""
 
 
-SMALL = RowTuning(elements=2048, access=GATHER)
-LARGE = RowTuning(elements=2048, occupancy=4, blocks=4)
+SMALL = RowTuning(elements=2048, access=LOAD)
+LARGE = RowTuning(elements=4096, access=LOAD)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of x, `SMALL` holds, `LARGE` beyond."""
 BLOCKS_PER_PROCESSOR = 2
@@ -165,23 +168,32 @@ def plan(norm: Norm, shape: tuple[int, int, int], device: int) -> Plan:
     name = norm.kernel._pyfunc.__name__.removesuffix("_kernel")
     tuning = choose(name, lead * rows, width, norm.dtypes[-1].itemsize, device)
     tile, pieces, resident = cut(width, tuning.piece)
-    together = tile_rows(lead, rows, tile, device, tuning.elements) if pieces == 1 else 1
-    tiles = lead * -(-rows // together)
-    grid = tuning.grid(tiles, device)
+    if pieces > 1:
+        together = 1
+    elif tuning.rows is None:
+        together = tile_rows(lead, rows, tile, device, tuning.elements)
+    else:
+        together = min(tuning.rows, power_of_two(rows))
+    across = -(-rows // together)
+    grid = tuning.grid(lead * across, device)
+    loop = grid[0] < lead * across or lead > LARGEST_AXIS
     exact = width % tile == 0
-    access = fitting(tuning.access, exact and rows % together == 0)
-    shape_constants = (together, tile, pieces, exact, resident, grid[0] < tiles, access)
-    return Plan(tuning.hinted(norm.kernel), grid, (norm.eps, float(width), *norm.constants, *shape_constants))
+    access = fitting(tuning.access, exact and rows % together == 0, device)
+    constants = (1.0 / width, *norm.constants, together, tile, pieces, exact, resident, loop, access)
+    return Plan(tuning.hinted(norm.kernel), grid if loop else (across, lead), (norm.eps, *constants))
 
 
 def choose(kernel: str, rows: int, width: int, itemsize: int, device: int) -> RowTuning:
     """The free choices for a norm of that many rows, with results of that many bytes a value."""
-    return chosen(default(rows, width), kernel, shape_class(rows, width, itemsize), device)
+    return chosen(default(kernel, rows, width), kernel, shape_class(rows, width, itemsize), device)
 
 
-def default(rows: int, width: int) -> RowTuning:
+def default(kernel: str, rows: int, width: int) -> RowTuning:
     """The choices where nothing is tuned."""
-    return SMALL if rows * width <= SMALL_ELEMENTS else LARGE
+    if rows * width <= SMALL_ELEMENTS:
+        return SMALL if width < 2048 else dataclasses.replace(SMALL, worker_warps=8)
+    # Two reductions one after the other: the blocks beside it fill the time.
+    return dataclasses.replace(LARGE, occupancy=16) if kernel == "layer_norm" else LARGE
 
 
 def shape_class(rows: int, width: int, itemsize: int) -> str:
@@ -195,42 +207,41 @@ def about(rows: int) -> int:
     return next((one for most, one in ((8, 1), (64, 32), (1024, 512), (8192, 4096)) if rows <= most), 16384)
 
 
-def space(rows: int, width: int) -> list[RowTuning]:
+def space(kernel: str, rows: int, width: int) -> list[RowTuning]:
     """Configurations worth trying, the default first."""
-    whole, first = power_of_two(width), default(rows, width)
-    pieces = [None] if cut(width)[:2] == (whole, 1) or whole > RESIDENT_WIDTH // 2 else [None, whole]
-    heights = [1] if whole > 1024 else [1, 2, 4, 8, 16]
+    whole, first = power_of_two(width), default(kernel, rows, width)
+    pieces = [None] if cut(width)[:2] == (whole, 1) or whole > RESIDENT_WIDTH // 2 else [whole, None]
     found = [first]
     if rows * width <= SMALL_ELEMENTS:
         found += [
-            RowTuning(elements=whole * height, access=access, worker_warps=warps, piece=piece)
+            RowTuning(elements=2048, access=access, worker_warps=warps, piece=piece, rows=height)
             for piece in pieces
-            for height in heights[:4]
-            for access in (GATHER, LOAD)
+            for height in ((1,) if whole > 1024 else (1, 2, 4) if whole > 256 else (1, 4, 8, 16))
+            for access in (LOAD, GATHER)
             for warps in (None, 8)
         ]
-        found += [RowTuning(elements=whole, access=TMA, worker_warps=8)]
+        found += [RowTuning(elements=2048, access=TMA, worker_warps=8)]
     else:
         found += [
-            RowTuning(elements=whole * height, access=GATHER, occupancy=occupancy, worker_warps=warps, piece=piece)
+            RowTuning(elements=2048, access=LOAD, occupancy=occupancy, worker_warps=warps, piece=piece, rows=height)
             for piece in pieces
-            for height in (heights if whole <= 1024 else [1, 2])
-            for occupancy in (None, 8)
+            for height in ((1, 2) if whole > 1024 else (1, 2, 4, 8) if whole > 256 else (4, 8, 16, 32))
+            for occupancy in (None, 8, 16)
             for warps in (None, 8)
+            if not (occupancy == 16 and warps == 8)
         ]
         found += [
-            RowTuning(elements=max(whole, 2048), access=access, occupancy=occupancy, worker_warps=warps, blocks=blocks)
+            RowTuning(elements=2048, access=access, occupancy=occupancy, worker_warps=warps, blocks=blocks)
             for access, occupancy, warps, blocks in (
-                (LOAD, None, 8, None),
-                (LOAD, 8, None, None),
+                (GATHER, None, None, None),
+                (GATHER, None, 8, None),
+                (LOAD, 4, 8, None),
+                (LOAD, None, None, 8),
+                (LOAD, None, 8, 4),
+                (TMA, 4, None, 4),
                 (TMA, None, 8, None),
-                (TMA, 4, None, 8),
                 (TMA, 8, None, 8),
                 (TMA, 2, 8, 2),
-                (GATHER, None, 8, 4),
-                (GATHER, None, None, 8),
-                (GATHER, 8, None, 8),
-                (LOAD, 4, 8, 4),
             )
         ]
     return list(dict.fromkeys(found))[:40]

@@ -74,7 +74,7 @@ def _norm(name: str, rows: int, width: int) -> Tunable:
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * rest[-1].double()
         return (total, normed) if name == "add_rms_norm" else normed
 
-    return Tunable(*key, row_plans.space(rows, width), make, run, expected)
+    return Tunable(*key, row_plans.space(name, rows, width), make, run, expected)
 
 
 # Gated products

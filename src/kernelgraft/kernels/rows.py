@@ -21,10 +21,13 @@ KEEP, TO_INPUT, TO_WEIGHT, FACTOR = 0, 1, 2, 3
 
 
 def norm_rows(
-    residual, x, weight, bias, total, y, eps, width, WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
+    residual, x, weight, bias, total, y, eps, inverse, WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND,
     ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, LOOP, ACCESS,
 ):  # fmt: skip
-    """Every tile of rows that falls to this block; without LOOP that is one."""
+    """Every tile of rows that falls to this block; without LOOP that is one, and the grid has an axis for the lead.
+
+    `inverse`: one over the width, by which torch multiplies as well.
+    """
     across = ct.cdiv(x.shape[1], ROWS)
     scales = ()
     shifts = ()
@@ -38,20 +41,20 @@ def norm_rows(
     if LOOP:
         for index in range(ct.bid(0), x.shape[0] * across, ct.num_blocks(0)):
             norm_tile(
-                residual, x, weight, bias, total, y, eps, width, index // across, index % across, scales, shifts, WHERE,
-                CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE,
-                PIECES, EXACT, RESIDENT, ACCESS,
+                residual, x, weight, bias, total, y, eps, inverse, index // across, index % across, scales, shifts,
+                WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS,
+                TILE, PIECES, EXACT, RESIDENT, ACCESS,
             )  # fmt: skip
     else:
         norm_tile(
-            residual, x, weight, bias, total, y, eps, width, ct.bid(0) // across, ct.bid(0) % across, scales, shifts,
-            WHERE, CENTRED, WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE,
-            PIECES, EXACT, RESIDENT, ACCESS,
+            residual, x, weight, bias, total, y, eps, inverse, ct.bid(1), ct.bid(0), scales, shifts, WHERE, CENTRED,
+            WEIGHT, BIAS, OFFSET, ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT,
+            RESIDENT, ACCESS,
         )  # fmt: skip
 
 
 def norm_tile(
-    residual, x, weight, bias, total, y, eps, width, lead, row, scales, shifts, WHERE, CENTRED, WEIGHT, BIAS, OFFSET,
+    residual, x, weight, bias, total, y, eps, inverse, lead, row, scales, shifts, WHERE, CENTRED, WEIGHT, BIAS, OFFSET,
     ROUND_OFFSET, ROUND, ROUND_SCALED, ROUND_NORMED, DIVIDE, ROWS, TILE, PIECES, EXACT, RESIDENT, ACCESS,
 ):  # fmt: skip
     """One tile of rows; `scales` and `shifts` are the pieces of weight and bias where rows are resident."""
@@ -69,7 +72,7 @@ def norm_tile(
             for p in range(PIECES):
                 piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS)
                 sums = sums + ct.astype(piece, ct.float32)
-        mean = ct.sum(sums, axis=2, keepdims=True) / width
+        mean = ct.sum(sums, axis=2, keepdims=True) * inverse
     squares = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
     if RESIDENT:
         for p in ct.static_iter(range(PIECES)):
@@ -78,7 +81,7 @@ def norm_tile(
         for p in range(PIECES):
             piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS)
             squares = squares + squared(piece, mean, p, x.shape[2], CENTRED, TILE, EXACT)
-    variance = ct.sum(squares, axis=2, keepdims=True) / width + eps
+    variance = ct.sum(squares, axis=2, keepdims=True) * inverse + eps
     if DIVIDE:
         factor = ct.sqrt(variance)
     else:
