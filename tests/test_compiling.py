@@ -181,6 +181,8 @@ def own_kernels() -> dict[str, list[Any]]:
     """Module of `kernelgraft.kernels` → the kernels that it defines."""
     found = {}
     for info in pkgutil.iter_modules(kernels.__path__):
+        if "@ct.kernel" not in (Path(kernels.__path__[0]) / f"{info.name}.py").read_text(encoding="utf-8"):
+            continue  # a module in another language needs what may not be installed
         module = importlib.import_module(f"{kernels.__name__}.{info.name}")
         own = [k for k in vars(module).values() if isinstance(k, ct.kernel) and k._pyfunc.__module__ == module.__name__]
         if own:
