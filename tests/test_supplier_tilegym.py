@@ -55,7 +55,7 @@ SERVED: dict[str, tuple[Definition, str]] = {
     "gelu, packed": (p.gated("gelu_new", 256, F32, packed="up_first"), "geglu_packed"),
     "attention": (p.attention(32, BF16), "fmha fmha_decode"),
     "attention of all keys": (p.attention(32, F16, causal=False), "fmha fmha_decode"),
-    "attention, head of 40": (p.attention(40, BF16, value_dim=24), "fmha_variant"),
+    "attention, head of 40": (p.attention(40, BF16, value_dim=24), "fmha"),
     "attention, capped": (p.attention(32, BF16, softcap=30.0), "softcap_attention"),
     "attention, sinks": (p.attention(32, BF16, sinks=True), "sink_attention"),
 }
@@ -277,9 +277,9 @@ def test_attention_of_float32_would_be_tf32() -> None:
 
 def test_attention_heads() -> None:
     assert operations(p.attention(64, BF16)) == ["fmha", "fmha_decode"]
-    for size in (80, 96):
-        assert operations(p.attention(size, BF16)) == ["fmha_variant"]
-    assert operations(p.attention(64, BF16, value_dim=128)) == ["fmha_variant"]
+    for size in (80, 96, 192):
+        assert operations(p.attention(size, BF16)) == ["fmha", "fmha_decode"]
+    assert operations(p.attention(64, BF16, value_dim=128)) == ["fmha"]
     assert "16 to 256" in refusal(p.attention(512, BF16))
     assert "16 to 256" in refusal(p.attention(8, BF16))
     assert "of a power of two channels, not 96" in refusal(p.attention(96, BF16, sinks=True))

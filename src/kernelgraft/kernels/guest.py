@@ -19,7 +19,7 @@ class at:
     """A context manager in which foreign cuTile launchers serve tensors that lie where `tensor` does.
 
     On a GPU: such launchers take the current device and its stream, so that the tensor's becomes current. On a CPU:
-    the interpreter runs the kernels. `tunes`: the operation would time configurations at each new shape, for seconds;
+    the interpreter runs the kernels; on `meta` nothing does. `tunes`: the operation would time configurations at each new shape, for seconds;
     here it takes its fixed one, unless the environment says whether TileGym tunes. `zero_padding`: the operation is
     right only where padding that cuTile leaves undetermined is zero, as GPUs fill it: no fault for the interpreter.
     """
@@ -33,12 +33,12 @@ class at:
 
     def __enter__(self) -> None:
         tensor = self._tensor
-        if not tensor.is_cuda:
+        if tensor.is_cpu:
             from kernelgraft.cutile import interpreted
 
             self._stack = ExitStack()
             self._stack.enter_context(interpreted(check=not self._zero_padding))
-        elif (device := tensor.get_device()) != torch._C._cuda_getDevice():
+        elif tensor.is_cuda and (device := tensor.get_device()) != torch._C._cuda_getDevice():
             self._stack = ExitStack()
             self._stack.enter_context(torch.cuda.device(device))
         if self._tunes and FIXED not in os.environ:

@@ -1,8 +1,12 @@
 """Which of TileGym's attention kernels computes a Definition, and how it is called.
 
-None of them takes a mask as models make them. Left out: windows, which are one key wider than the models' (masks carry
-them, and masks are refused); the decode kernel with sinks, which rounds the logarithm of each part's sum to the dtype
-of the output before it combines the parts; float32, whose products it takes in tf32.
+None of them takes a mask as models make them. Of the two kernels for many queries the later one is called, with a
+configuration of its list: the other (`tile_fmha`) takes heads of a power of two only, ignores the configuration that it
+is given, and the one that it has without tuning spills registers on sm_90 and compiles for minutes for heads of 256.
+
+Left out: windows, which are one key wider than the models' (masks carry them, and masks are refused); the decode kernel
+with sinks, which rounds the logarithm of each part's sum to the dtype of the output before it combines the parts;
+float32, whose products it takes in tf32.
 """
 
 from __future__ import annotations
@@ -17,18 +21,19 @@ from kernelgraft.suppliers.tilegym.sources import calling
 LARGEST_GRID = 65535
 """Blocks along the second axis of a grid, one for each head of each row of the batch."""
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+TILES = {False: (128, 64, 2), True: (64, 64, 2)}
+"""Whether heads have more than 128 channels → queries and keys of a tile, and blocks a multiprocessor."""
 
 _ROUNDS = "float32 softmax, weights rounded for the second product; relies on padding with zeros past the last key"
 
 OPERATIONS = {
-    "fmha": Operation("attention", f"no mask; {_ROUNDS}"),
+    "fmha": Operation("attention", f"no mask, heads of any size; {_ROUNDS}"),
     "fmha_decode": Operation(
         "attention",
         "one query, no mask; keys in parts that a second launch combines; float32 softmax, weights and parts rounded; "
         "the number of keys is compiled in",
         static_shapes=True,
     ),
-    "fmha_variant": Operation("attention", f"no mask, heads of any size; {_ROUNDS}"),
     "softcap_attention": Operation(
         "attention",
         f"scores capped by an approximate tanh, no mask; {_ROUNDS}; both lengths are compiled in",
@@ -64,14 +69,14 @@ def _attention(definition: Definition) -> Iterator[Draft | str]:
         yield _with_sinks(definition, square=square, causal=causal)
     elif semantics["softcap"] is not None:
         yield _with_softcap(definition, square=square, causal=causal)
-    elif not (square and power_of_two(head)):
-        call = f"operation(query, key, value, scaling={semantics['scaling']!r}, is_causal={causal})"
-        yield _draft("fmha_variant", definition, call, tunes=True)
     else:
-        call = f"operation(query, key, value, scaling={semantics['scaling']!r}, is_causal={causal})"
-        yield _draft("fmha", definition, call, tunes=True)
-        call = f"operation(query, key, value, {semantics['scaling']!r})"
-        yield _draft("fmha_decode", definition, call, tunes=False, max_axes={"q_len": 1})
+        rows, columns, occupancy = TILES[head > 128 or semantics["value_dim"] > 128]
+        tiles = f'{{"TILE_M": {rows}, "TILE_N": {columns}, "occupancy": {occupancy}}}'
+        call = f"operation(query, key, value, scaling={semantics['scaling']!r}, is_causal={causal}"
+        yield _draft("fmha", definition, f"{call}, kernel_configs={tiles})", tunes=True)
+        if square:
+            call = f"operation(query, key, value, {semantics['scaling']!r})"
+            yield _draft("fmha_decode", definition, call, tunes=False, max_axes={"q_len": 1})
 
 
 def _with_sinks(definition: Definition, *, square: bool, causal: bool) -> Draft | str:
