@@ -463,10 +463,19 @@ def test_stored_solutions_are_called_as_they_were_captured(store: Inventory) -> 
     assert strides[0] != strides[1]
 
 
+def test_captured_calls_outside_the_guard_are_left_out(store: Inventory) -> None:
+    ours = next(s for s in store.solutions().values() if s.spec.language == "cuda-tile")
+    for field, kept in (({"dtypes": ("float64",)}, ["size 1", "size 16"]), ({"contiguous": ("hidden_states",)}, None)):
+        guard = ours.meta.guard.model_copy(update=field)
+        store.save_solution(ours.model_copy(update={"meta": ours.meta.model_copy(update={"guard": guard})}))
+        listed = [call.arguments[2] for call in solution_calls(store)]
+        assert listed == kept if kept else len(listed) == 1 and listed[0].startswith("workload ")
+
+
 def test_a_stored_solution_without_captured_calls_is_called_small_and_large(store: Inventory) -> None:
     shutil.rmtree(store.root / "workloads")
     calls = solution_calls(store)
-    assert [call.arguments[2:] for call in calls] == [(None, 1), (None, 16)]
+    assert [call.arguments[2] for call in calls] == ["size 1", "size 16"]
     for call in calls:
         module, _, function = call.entry.partition(":")
         with recording() as launches:

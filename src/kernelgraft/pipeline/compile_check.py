@@ -50,17 +50,15 @@ def example_calls() -> list[Call]:
 
 
 def solution_calls(store: Inventory) -> list[Call]:
-    """Calls of the stored cuTile Solutions: each captured shape once, or a small and a larger one."""
-    from kernelgraft.suppliers.rehearsal import VARIABLE_SIZES, captured
+    """Calls of the stored cuTile Solutions: each captured shape that they serve once, or a small and a larger one."""
+    from kernelgraft.suppliers.rehearsal import rehearsals
 
     entry, folder = "kernelgraft.suppliers.rehearsal:rehearse", str(store.root.resolve())
     definitions = store.definitions()
     calls = []
     for name, solution in store.solutions().items():
-        if solution.spec.language != "cuda-tile" or solution.definition not in definitions:
-            continue
-        workloads = captured(store, definitions[solution.definition])
-        calls += [Call(f"{name}: workload {uuid[:8]}", entry, (folder, name, uuid)) for uuid in workloads]
-        if not workloads:
-            calls += [Call(f"{name}: size {size}", entry, (folder, name, None, size)) for size in VARIABLE_SIZES]
+        definition = definitions.get(solution.definition)
+        if solution.spec.language == "cuda-tile" and definition is not None:
+            listed = rehearsals(store, solution, definition)
+            calls += [Call(f"{name}: {which}", entry, (folder, name, which)) for which in listed]
     return calls
