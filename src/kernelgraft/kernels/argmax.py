@@ -202,7 +202,7 @@ def _ready(shape: tuple[int, int], strides: tuple[int, int], device: int, choice
     tiles = -(-width // tile)
     each = -(-tiles // max(1, choice.blocks * processors(device) // rows))
     parts = -(-tiles // each)
-    grid = (min(rows * parts, LARGEST_GRID),)
+    grid = (rows * parts if parts > 1 else min(rows, LARGEST_GRID),)
     kernel = hinted(argmax_kernel, choice.occupancy, choice.worker_warps)
     first = Plan(kernel, grid, (parts, each, tile, grid[0] < rows * parts, choice.access))
     if parts == 1:
