@@ -40,6 +40,8 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
+    # Torch's compiler asks at its import whether there is a GPU; forked children could not use one that the driver named.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 
