@@ -502,10 +502,10 @@ def compilation(architecture: str, **fields: Any) -> Compilation:
     return Compilation(**{**known, "status": "compiled", "architecture": architecture, **fields})
 
 
-def shown(found: CompileCheck) -> str:
+def shown(found: CompileCheck, width: int = 120) -> str:
     from rich.console import Console
 
-    console = Console(width=120)
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(compile_table(found))
     return captured.get()
@@ -536,6 +536,8 @@ def test_the_table_says_what_kernels_take_and_what_failed() -> None:
     assert "local memory: norm for sm_80: 144 B (norm: wide)" in text
     assert "not compiled: rope: odd: it launches nothing" in text
     assert "2 of 3 compiled in 12 s" in text
+    long = found.model_copy(update={"compilations": [compilation("sm_100", kernel=f"m.{'a_long_name' * 5}_kernel")]})
+    assert "a_long_namea_long_namea_l…  sm_100" in shown(long, width=80)
 
 
 # --- the verb ---

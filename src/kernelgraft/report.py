@@ -241,7 +241,9 @@ def tuning_table(run: Run) -> RenderableType:
 
 
 def _kernel_name(kernel: str) -> str:
-    return kernel.rpartition(".")[2].removesuffix("_kernel")
+    """Short enough for a table of 80 columns."""
+    name = kernel.rpartition(".")[2].removesuffix("_kernel").strip("_")
+    return name if len(name) <= 26 else name[:25] + "…"
 
 
 def _range(values: Sequence[int | None]) -> str:
