@@ -150,6 +150,46 @@ def test_inventory_and_doctor_answer_in_json(run: Run, grafted: Path) -> None:
     assert json.loads(text)["machine"]["cores"] >= 1
 
 
+def test_tuning_without_a_gpu_is_one_line(run: Run) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU to tune on")
+    code, out, err = run("inventory", "--tune", "--budget", 1)
+    assert code == 2
+    assert "CUDA device" in one_line(err)
+    assert out == ""
+
+
+def test_what_was_tuned_as_a_table_and_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.tile", reason="needs cuda-tile")
+    from kernelgraft.cutile import tuner, tuning
+
+    def outcome(status: Any, us: float | None, **config: Any) -> tuner.Outcome:
+        return tuner.Outcome({"rows": 1, "warps": None, **config}, status, None if us else "off by one", us, 0.1)
+
+    outcomes = [outcome("ok", 2.5), outcome("wrong", None, rows=2), outcome("ok", 1.25, rows=4, warps=8)]
+    asked: dict[str, Any] = {}
+
+    def tune(modules: list[str], **options: Any) -> tuner.Run:
+        asked.update(options, modules=modules)
+        results = [tuner.Result("rope", "32+8x128 r1", outcomes, 2)]
+        return tuner.Run(tuning.Gpu("NVIDIA Test", "sm_90"), tmp_path / "t.json", results, ["rope/left"], 3.0)
+
+    monkeypatch.setattr(tuner, "tune", tune)
+    code, out, _ = run("inventory", "--tune", "--kernel", "rope", "--budget", 9)
+    assert code == 0
+    assert (asked["kernels"], asked["budget_s"]) == (["rope"], 9.0)
+    assert "kernelgraft.kernels.row_tunables" in asked["modules"]
+    for said in ("2.50", "1.25", "rows 4", "warps 8", "wrong: rope/32+8x128 r1: off by one", "not reached: rope/left"):
+        assert said in out
+    code, out, _ = run("inventory", "--tune", "--json")
+    assert code == 0
+    (result,) = json.loads(out)["tuning"]["results"]
+    assert result["gain"] == 2.0
+    assert result["outcomes"][1]["status"] == "wrong"
+
+
 def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
     """A new flag is a promise: change this list on purpose."""
     import typer.main

@@ -358,10 +358,10 @@ def _compile_check(store: Any, arch: str | None, only: str | None) -> Any:
 
 def _tune(kernels: list[str] | None, budget_s: float | None) -> Any:
     from kernelgraft.cutile import tuner
-    from kernelgraft.kernels.examples import TUNED
+    from kernelgraft.kernels.examples import tuned_modules
 
     with _progress() as progress:
-        return tuner.tune(TUNED, kernels=kernels, budget_s=budget_s, progress=progress)
+        return tuner.tune(tuned_modules(), kernels=kernels, budget_s=budget_s, progress=progress)
 
 
 def _existing(folder: Path) -> Any:

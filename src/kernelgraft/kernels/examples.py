@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
 
 MODULES: tuple[str, ...] = ("act_and_mul", "add_rms_norm", "layer_norm", "rms_norm", "rope")
 """Modules of this package that have `examples() -> list[Example]`."""
-TUNED: tuple[str, ...] = tuple(f"{__package__}.{name}" for name in (*MODULES, "row_tunables"))
-"""Modules that may have `tunables() -> list[Tunable]`."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,12 @@ class Example:
     run: Callable[[str], Any]
     tune: bool = True
     """False for a variant of the kernel that is to be compiled, but whose speed is that of another example."""
+
+
+def tuned_modules() -> list[str]:
+    """Modules of this package that may have `tunables() -> list[Tunable]`: kernels, and those whose names end so."""
+    names = [found.name for found in iter_modules(import_module(f"{__package__}").__path__)]
+    return [f"{__package__}.{name}" for name in names if name in MODULES or name.endswith("_tunables")]
 
 
 def examples() -> dict[str, list[Example]]:
