@@ -182,10 +182,14 @@ def test_more_rows_than_a_grid_has_blocks(count: int, device: str, monkeypatch: 
 
 def test_blocks_take_further_tiles_in_turn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "LARGEST_GRID", 3)
+    for module in (row_plans, act_module, rope_module):
+        monkeypatch.setattr(module, "LARGEST_AXIS", 2)
     clear()
     x, weight = draw(3, 7, 1500, dtype=BF16, device=device), draw(1500, dtype=BF16, device=device, seed=1)
     close(rms_norm(x, weight, 1e-5), exact_rms(x, weight, 1e-5), BF16)
     close(act_and_mul(x, x, "sigmoid"), x.double().sigmoid() * x.double(), BF16, roundings=2.5)
+    q, cos, sin = draw(3, 5, 9, 16, device=device), *(draw(1, 9, 16, device=device, seed=s) for s in (2, 3))
+    close(rope(q, None, cos, sin)[0], rotated(q, cos, sin), F32)
     clear()
 
 
