@@ -38,6 +38,22 @@ def twice(size: int) -> None:
     double(size, factor=3)
 
 
+def scaled(factor: int) -> Any:
+    def power() -> int:
+        return factor
+
+    @ct.kernel
+    def kernel(x, y):
+        ct.store(y, (0,), ct.load(x, (0,), (TILE,)) * ct.static_eval(power()) * factor)
+
+    return kernel
+
+
+def made(factor: int) -> None:
+    x = torch.empty(TILE, device="meta")
+    launch((1,), scaled(factor), (x, x))
+
+
 def refused_by_the_front_end() -> None:
     x = torch.empty(8, device="meta")
     launch((1,), of_three, (x, x))

@@ -198,10 +198,11 @@ def compile_table(check: CompileCheck) -> RenderableType:
         if done.status != "compiled"
     ]
     lines += [f"not compiled: {failed.call}: {failed.message}" for failed in check.failed_calls]
-    spilling = [done for done in check.compilations if done.local_bytes]
+    spilling = sorted((d for d in check.compilations if d.local_bytes), key=lambda d: d.local_bytes or 0)
+    most = {done.kernel: done for done in spilling}
     lines += [
-        f"local memory: {_kernel_name(done.kernel)} for {done.architecture}: {done.local_bytes} B ({done.calls[0]})"
-        for done in spilling
+        f"local memory: {_kernel_name(kernel)}: up to {done.local_bytes} B for {done.architecture} ({done.calls[0]})"
+        for kernel, done in most.items()
     ]
     fine = sum(done.status == "compiled" for done in check.compilations)
     lines.append(f"{fine} of {len(check.compilations)} compiled in {check.seconds:.0f} s, without a cache")

@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ from kernelgraft.cutile.recording import Launch, recording
 from kernelgraft.cutile.signatures import launch_signature
 
 LONGEST_MESSAGE = 600
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""What differs between processes in how an object is shown."""
 _recorded: dict[str, list[Launch]] = {}
 
 
@@ -44,7 +47,7 @@ def record(entry: str, arguments: list[Any]) -> list[Launch]:
 def described(launch: Launch) -> dict[str, Any]:
     """What tells one compilation from another, as JSON values."""
     function = launch.kernel._pyfunc
-    cells = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
+    cells = [ADDRESS.sub("", repr(cell.cell_contents)) for cell in function.__closure__ or ()]
     hints = {name: value for name, value in vars(launch.kernel._compiler_options).items() if value is not None}
     found = {
         "kernel": f"{function.__module__}.{function.__qualname__}",
