@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-MODULES: tuple[str, ...] = ("act_and_mul", "add_rms_norm", "layer_norm", "rms_norm", "rope")
+MODULES: tuple[str, ...] = (
+    "act_and_mul",
+    "add_rms_norm",
+    "argmax",
+    "cross_entropy",
+    "layer_norm",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "sampling",
+)
 """Modules of this package that have `examples() -> list[Example]`."""
 
 
