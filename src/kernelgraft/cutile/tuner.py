@@ -41,7 +41,7 @@ START_S = 120.0
 ROUNDS = 15
 GAIN = 0.01
 """A configuration takes an earlier one's place only if it is that much faster."""
-MOST_JOBS = 12
+MOST_JOBS = 16
 
 
 @dataclass
@@ -125,11 +125,13 @@ def tune(
     rounds: int = ROUNDS,
     jobs: int | None = None,
     progress: Progress | None = None,
+    report: Callable[[Result], None] | None = None,
 ) -> Run:
     """Tune what the modules' `tunables()` offer and enter the winners in a table (default: the user's).
 
     First those that the table has no entry for that holds, then the others. After `budget_s` seconds no tunable is
-    begun; what is on its way is finished within its limits. UsageError without a GPU or for an unknown kernel.
+    begun and those that are being compiled are given up; what is on the GPU is finished within its limits. `report`
+    gets each result at once. UsageError without a GPU or for an unknown kernel.
     """
     begin = machine.clock()
     if gpu is None:
@@ -150,6 +152,8 @@ def tune(
             config = child.tunable.space[result.chosen]
             tuning.put_entry(known, gpu, child.tunable, config, {**facts, "time": machine.timestamp()})
             write_atomic(file, json.dumps(known, indent=1) + "\n")
+        if report is not None:
+            report(result)
         if progress is not None:
             progress("tune", len(done), len(wanted), summary(result))
 
@@ -267,8 +271,10 @@ class _Crew:
         left = list(wanted)
         try:
             while left or self.children:
-                if until is not None and machine.clock() > until and not self.children:
-                    break
+                if until is not None and machine.clock() > until:
+                    left = self._give_up() + left
+                    if not self.children:
+                        break
                 while left and self._has_room() and (until is None or machine.clock() <= until):
                     module, tunable = left.pop(0)
                     log = self.folder / f"{len(left)}.log"
@@ -283,6 +289,14 @@ class _Crew:
             for child in self.children:
                 self._end(child)
         return left
+
+    def _give_up(self) -> list[tuple[str, Tunable]]:
+        """End the children that have not been on the GPU."""
+        early = [child for child in self.children if child.stage == 0]
+        for child in early:
+            self._end(child)
+            self.children.remove(child)
+        return [(child.module, child.tunable) for child in early]
 
     def _has_room(self) -> bool:
         compiling = sum(child.stage == 0 for child in self.children)
@@ -330,7 +344,7 @@ class _Crew:
         if not pipes:
             return
         nearest = min(child.patience_s for child in pipes.values()) - machine.clock()
-        for pipe in wait(list(pipes), max(0.0, nearest)):
+        for pipe in wait(list(pipes), max(0.0, min(nearest, 1.0))):
             child = pipes[pipe]
             try:
                 while child.working and child.pipe is not None and child.pipe.poll():

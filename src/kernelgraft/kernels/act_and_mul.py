@@ -431,23 +431,20 @@ def shape_class(rows: int, width: int, itemsize: int, activation: str, form: int
 
 def space(rows: int, width: int) -> list[Tuning]:
     """Configurations worth trying, the default first."""
-    few = rows * width <= SMALL_ELEMENTS
     found = [default(rows, width)]
-    found += [
-        Tuning(elements=elements, access=LOAD, occupancy=occupancy, worker_warps=warps)
-        for elements in ((256, 512, 1024, 2048) if few else (512, 1024, 2048, 4096))
-        for occupancy in ((None, 4) if few else (None, 8, 16))
-        for warps in (None, 8)
-        if few or not (warps == 8 and elements < 2048)
-    ]
-    found += [Tuning(elements=elements, access=GATHER) for elements in (512, 1024, 2048)]
-    if not few:
-        found += [Tuning(elements=2048, access=LOAD, worker_warps=warps, blocks=8) for warps in (None, 8)]
+    if rows * width <= SMALL_ELEMENTS:
         found += [
-            Tuning(elements=2048, access=GATHER, occupancy=8),
-            Tuning(elements=4096, access=GATHER, worker_warps=8),
+            Tuning(elements=elements, access=LOAD, worker_warps=warps)
+            for elements in (256, 512, 1024, 2048)
+            for warps in (None, 8)
+            if not (warps == 8 and elements < 1024)
         ]
-        found += [Tuning(elements=4096, access=TMA), Tuning(elements=8192, access=TMA, worker_warps=8, blocks=2)]
+        found += [Tuning(elements=elements, access=GATHER) for elements in (512, 1024)]
+    else:
+        found += [Tuning(elements=elements, access=LOAD) for elements in (512, 1024, 2048)]
+        found += [Tuning(elements=elements, access=LOAD, worker_warps=8) for elements in (2048, 4096)]
+        found += [Tuning(elements=elements, access=LOAD, occupancy=n) for elements, n in ((1024, 16), (2048, 8))]
+        found += [Tuning(elements=2048, access=GATHER, occupancy=8), Tuning(elements=4096, access=TMA)]
     return list(dict.fromkeys(found))
 
 

@@ -523,23 +523,20 @@ def space(rows: int, heads: int, width: int) -> list[Turning]:
     every = power_of_two(heads) * pairs
     found = [default(rows, heads, width)]
     if rows * heads * width <= SMALL_ELEMENTS:
-        found += [
-            Turning(elements=elements, access=access, occupancy=occupancy, worker_warps=warps)
-            for elements in dict.fromkeys((128, 256, 512, 1024, every))
-            for access in (GATHER, LOAD)
-            for occupancy, warps in ((None, None), (4, None), (None, 8))
-            if not (warps == 8 and elements < 512)
-        ]
+        sizes = tuple(dict.fromkeys((128, 256, 512, 1024, every)))
+        found += [Turning(elements=elements, access=LOAD) for elements in sizes]
+        found += [Turning(elements=elements, access=LOAD, worker_warps=8) for elements in sizes if elements >= 1024]
+        found += [Turning(elements=256, access=GATHER, occupancy=4), Turning(elements=512, access=GATHER)]
     else:
         found += [
-            Turning(elements=every // part, access=access, occupancy=occupancy, worker_warps=warps, rows=height)
-            for part, height in ((1, 1), (1, 2), (1, 4), (2, 4), (4, 4), (4, 8))
-            for access in (GATHER, LOAD)
-            for occupancy, warps in ((None, None), (None, 8), (8, None))
-            if not (warps == 8 and every // part * height < 2048)
-        ]
-        found += [Turning(elements=1024, access=TMA, worker_warps=4), Turning(elements=every, access=TMA, rows=4)]
-    return list(dict.fromkeys(found))[:40]
+            Turning(elements=max(every // part, pairs), access=LOAD, occupancy=occupancy, rows=height)
+            for part, height, occupancy in (
+                (1, 1, None), (1, 1, 16), (2, 1, 16), (1, 2, None), (4, 4, None), (8, 4, None), (8, 8, None),
+            )
+        ]  # fmt: skip
+        found += [Turning(elements=every, access=LOAD, worker_warps=8), Turning(elements=every, access=GATHER)]
+        found += [Turning(elements=every // 4, access=GATHER, rows=4)]
+    return list(dict.fromkeys(found))
 
 
 _op = torch.library.custom_op("kernelgraft::rope", _run, mutates_args=())

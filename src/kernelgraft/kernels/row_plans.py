@@ -197,9 +197,9 @@ def default(kernel: str, rows: int, width: int) -> RowTuning:
 
 
 def shape_class(rows: int, width: int, itemsize: int) -> str:
-    """`w4096 r32 2B`: the width, or the power of two that it is below, about how many rows, the size of a value."""
-    whole = power_of_two(width)
-    return f"w{'' if whole == width else '<'}{whole} r{about(rows)} {itemsize}B"
+    """`512x5 r32 2B`: how `cut` cuts a row, about how many rows, the size of a value."""
+    tile, pieces, _ = cut(width)
+    return f"{tile}x{pieces} r{about(rows)} {itemsize}B"
 
 
 def about(rows: int) -> int:
@@ -210,41 +210,29 @@ def about(rows: int) -> int:
 def space(kernel: str, rows: int, width: int) -> list[RowTuning]:
     """Configurations worth trying, the default first."""
     whole, first = power_of_two(width), default(kernel, rows, width)
-    pieces = [None] if cut(width)[:2] == (whole, 1) or whole > RESIDENT_WIDTH // 2 else [whole, None]
+    pieces = [None] if cut(width)[1] == 1 or whole > RESIDENT_WIDTH // 2 else [None, whole]
     found = [first]
     if rows * width <= SMALL_ELEMENTS:
         found += [
-            RowTuning(elements=2048, access=access, worker_warps=warps, piece=piece, rows=height)
+            RowTuning(elements=2048, access=LOAD, worker_warps=warps, piece=piece, rows=height)
             for piece in pieces
-            for height in ((1,) if whole > 1024 else (1, 2, 4) if whole > 256 else (1, 4, 8, 16))
-            for access in (LOAD, GATHER)
+            for height in ((1,) if whole > 1024 else (1, 2) if whole > 256 else (1, 4, 8, 16))
             for warps in (None, 8)
+            if not (warps == 8 and whole * height < 1024)
         ]
-        found += [RowTuning(elements=2048, access=TMA, worker_warps=8)]
-    else:
-        found += [
-            RowTuning(elements=2048, access=LOAD, occupancy=occupancy, worker_warps=warps, piece=piece, rows=height)
-            for piece in pieces
-            for height in ((1, 2) if whole > 1024 else (1, 2, 4, 8) if whole > 256 else (4, 8, 16, 32))
-            for occupancy in (None, 8, 16)
-            for warps in (None, 8)
-            if not (occupancy == 16 and warps == 8)
-        ]
-        found += [
-            RowTuning(elements=2048, access=access, occupancy=occupancy, worker_warps=warps, blocks=blocks)
-            for access, occupancy, warps, blocks in (
-                (GATHER, None, None, None),
-                (GATHER, None, 8, None),
-                (LOAD, 4, 8, None),
-                (LOAD, None, None, 8),
-                (LOAD, None, 8, 4),
-                (TMA, 4, None, 4),
-                (TMA, None, 8, None),
-                (TMA, 8, None, 8),
-                (TMA, 2, 8, 2),
-            )
-        ]
-    return list(dict.fromkeys(found))[:40]
+        found += [RowTuning(elements=2048, access=GATHER, worker_warps=warps) for warps in (None, 8)]
+        return list(dict.fromkeys(found))
+    found += [
+        RowTuning(elements=2048, access=LOAD, occupancy=occupancy, worker_warps=warps, piece=piece)
+        for piece in pieces
+        for occupancy, warps in ((None, None), (None, 8), (8, None), (16, None), (4, 8))
+    ]
+    heights = (2,) if whole > 1024 else (1, 2, 4, 8) if whole > 256 else (4, 8, 16, 32)
+    found += [RowTuning(elements=2048, access=LOAD, rows=height) for height in heights]
+    found += [RowTuning(elements=2048, access=LOAD, rows=heights[-1], worker_warps=8)]
+    found += [RowTuning(elements=2048, access=LOAD, blocks=8), RowTuning(elements=2048, access=GATHER, worker_warps=8)]
+    found += [RowTuning(elements=2048, access=TMA, occupancy=n, blocks=n) for n in (4, 8)]
+    return list(dict.fromkeys(found))
 
 
 def halves(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:

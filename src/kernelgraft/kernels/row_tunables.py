@@ -16,9 +16,10 @@ from kernelgraft.kernels import act_and_mul, add_rms_norm, layer_norm, rms_norm,
 
 EPS = 1e-6
 HALF = torch.bfloat16
-ROWS = (1, 32, 512, 4096, 16384)
-WIDTHS = (1024, 2048, 2560, 4096, 5120)
-"""Of hidden states; a class holds widths between two powers of two, so 2560 stands for 3072 as well."""
+ROWS = (1, 4096, 32)
+"""Of classes that come in this order: what was compiled for the second serves the third."""
+WIDTHS = (4096, 2048, 1024, 2560, 3072)
+"""Of hidden states."""
 
 
 def normal(device: str, seed: int, *shape: int) -> torch.Tensor:
@@ -28,25 +29,28 @@ def normal(device: str, seed: int, *shape: int) -> torch.Tensor:
 
 
 def tunables() -> list[Tunable]:
-    """Norms alone and beside a residual, rotary embedding, gated products."""
-    return [*_norms(), *_gated(), *_ropes()]
+    """Norms alone and beside a residual, rotary embedding, gated products; first those for few rows."""
+    return [*_offers(1), *_offers(4096), *_offers(32)]
+
+
+def _offers(rows: int) -> list[Tunable]:
+    norms = [("rms_norm", width) for width in WIDTHS] + [("add_rms_norm", width) for width in WIDTHS]
+    norms += [("layer_norm", width) for width in WIDTHS[:2]]
+    found = [_norm(name, rows, width) for name, width in norms] + [_norm("rms_norm", 16 * rows, 128)]
+    if rows == 4096:
+        found += [_norm(name, most, 4096) for most in (16384, 512) for name in ("rms_norm", "add_rms_norm")]
+        found += [_norm("layer_norm", 16384, 4096)]
+    heads = ((32, 8, 128), (32, 8, 64), (16, 8, 128), (8, 4, 256), (32, 32, 96))
+    found += [_turn(rows, *of) for of in heads]
+    sizes = {1: (8192,), 32: (32 * 8192, 32 * 14336), 4096: (4096 * 3072, 4096 * 8192)}[rows]
+    for size in sizes:
+        found.append(_product("silu", act_and_mul.SEPARATE, rows, size // rows))
+    for activation, form in (("silu", act_and_mul.GATE_FIRST), ("gelu_tanh", act_and_mul.SEPARATE)):
+        found.append(_product(activation, form, rows, sizes[-1] // rows))
+    return found
 
 
 # Norms
-
-
-def _norms() -> list[Tunable]:
-    found = []
-    for width in WIDTHS:
-        for rows in ROWS:
-            if rows * width > 2**26:
-                continue
-            found.append(_norm("rms_norm", rows, width))
-            found.append(_norm("add_rms_norm", rows, width))
-            if width in (2048, 4096):
-                found.append(_norm("layer_norm", rows, width))
-    found += [_norm("rms_norm", rows, 128) for rows in (16, 512, 65536)]
-    return found
 
 
 def _norm(name: str, rows: int, width: int) -> Tunable:
@@ -80,12 +84,6 @@ def _norm(name: str, rows: int, width: int) -> Tunable:
 # Gated products
 
 
-def _gated() -> list[Tunable]:
-    sizes = (8192, 32 * 8192, 512 * 8192, 4096 * 8192)
-    cases = [("silu", act_and_mul.SEPARATE), ("silu", act_and_mul.GATE_FIRST), ("gelu_tanh", act_and_mul.SEPARATE)]
-    return [_product(activation, form, size // 8192, 8192) for activation, form in cases for size in sizes]
-
-
 def _product(activation: str, form: int, rows: int, width: int) -> Tunable:
     key = "act_and_mul", act_and_mul.shape_class(rows, width, HALF.itemsize, activation, form)
 
@@ -108,11 +106,6 @@ def _product(activation: str, form: int, rows: int, width: int) -> Tunable:
 
 
 # Rotary embedding
-
-
-def _ropes() -> list[Tunable]:
-    heads = ((32, 8, 128), (32, 8, 64), (16, 8, 128), (8, 4, 256), (32, 32, 96))
-    return [_turn(rows, *of) for of in heads for rows in (1, 32, 512, 4096)]
 
 
 def _turn(rows: int, heads: int, k_heads: int, width: int) -> Tunable:
