@@ -379,8 +379,8 @@ def test_kernels_take_a_configuration_and_stay_right() -> None:
     offered = {tunable.name: tunable for tunable in row_tunables.tunables()}
     assert len(offered) == len(row_tunables.tunables()), "two tunables have one name"
     for name in (
-        "rms_norm/w1024 r1 2B",
-        "layer_norm/w2048 r1 2B",
+        "rms_norm/1024x1 r1 2B",
+        "layer_norm/2048x1 r1 2B",
         "act_and_mul/silu packed 2^15 2B",
         "rope/32+8x64 r1",
     ):
