@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # Torch's compiler asks at its import whether there is a GPU; forked children could not use one that the driver named.
+    # Torch's compiler asks for a GPU at its import: through the driver, forked children could not use it any more.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
