@@ -171,9 +171,10 @@ class _Bench:
         medians = {index: statistics.median(samples[index]) for index in left}
         best = min(medians.values(), default=0.0)
         close = {index: timers[index] for index in left if medians[index] <= CLOSE * best or index == indices[0]}
-        self._rounds(self.rounds, close, samples, TIMED_US * len(close))
+        kept = self._rounds(self.rounds, close, samples, TIMED_US * len(close))
         for index in left:
-            self.pipe.send(("done", "time", index, samples[index]))
+            if index in kept or index not in close:
+                self.pipe.send(("done", "time", index, samples[index]))
 
     def _rounds(
         self, count: int, timers: dict[int, Callable[[], float]], samples: dict[int, list[float]], at_least_us: float
@@ -186,9 +187,13 @@ class _Bench:
             if done >= count and (machine.clock() - started) * 1e6 >= at_least_us:
                 break
             shuffle(order)
-            for index in order:
+            for index in list(order):
                 self._say("begin", "time", index)
-                samples[index].append(timers[index]())
+                try:
+                    samples[index].append(timers[index]())
+                except Exception as error:  # what a configuration raises is its result
+                    order.remove(index)
+                    self._failed("time", index, error)
         return sorted(order)
 
     def _each(self, stage: str, index: int, work: Callable[[], str | None]) -> None:
