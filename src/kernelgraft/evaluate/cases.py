@@ -18,6 +18,8 @@ HELD_OUT_VOLUME = 1 << 24
 """Random sizes whose axes multiply to more are not drawn: the oracle would take seconds."""
 SIGNATURES = 6
 """Shapes that a Solution which is compiled per shape is judged on; torch.compile gives a function up after eight."""
+LARGE = 1 << 20
+"""An input of more elements whose size is fixed, a weight, is drawn once for all cases and laid out as it came."""
 DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
 
 
@@ -95,6 +97,8 @@ class _Maker:
     layouts: dict[tuple[tuple[str, int], ...], tuple[Any, ...]]
     """Captured inputs by their axes: fresh values of such sizes are laid out in memory as they are."""
     turn: int = 0
+    large: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Large inputs of fixed size, by name: the same tensors in every case."""
     random: secrets.SystemRandom = field(default_factory=secrets.SystemRandom)
 
     def seed(self) -> int:
@@ -103,12 +107,17 @@ class _Maker:
 
     def inputs(self, axes: dict[str, int], seed: int, distribution: Distribution = "normal") -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(seed)
-        made = [
-            x.to(self.device) if isinstance(x, torch.Tensor) else x
-            for x in self.family.inputs(self.definition, axes, generator, distribution)
-        ]
+        drawn = self.family.inputs(self.definition, axes, generator, distribution)
+        made = [self._placed(name, x) for name, x in zip(self.definition.inputs, drawn, strict=True)]
         patterns = self.layouts.get(_key(axes), made)
         return tuple(_like(x, p) if isinstance(x, torch.Tensor) else x for x, p in zip(made, patterns, strict=True))
+
+    def _placed(self, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not is_large(self.definition, name, value):
+            return value.to(self.device)
+        return self.large.setdefault(name, value.to(self.device) if name not in self.large else value)
 
     def case(self, check: str, axes: dict[str, int], seed: int, distribution: Distribution = "normal") -> Case:
         label = f"{words(axes)} ({distribution}, seed {seed})"
@@ -124,6 +133,11 @@ def make(
     """
     seeds = tuple(secrets.randbits(48) for _ in range(max(1, options.seeds)))
     device = next(x.device for x in captured[0].inputs if isinstance(x, torch.Tensor))
+    if any(is_large(definition, n, x) for n, x in zip(definition.inputs, captured[0].inputs, strict=True)):
+        quick = JudgeOptions.quick()
+        few = ("seeds", "captured", "seeded_shapes", "points", "held_out")
+        options = replace(options, **{name: min(getattr(options, name), getattr(quick, name)) for name in few})
+        seeds = seeds[: options.seeds]
     calls = spread(captured, options.captured)
     if static_shapes:
         calls = _few_signatures(calls)
@@ -143,6 +157,12 @@ def make(
         plain = maker.case("C8", shapes[0], maker.seed())
         cases.append(replace(plain, label=f"{plain.label}, gradients", gradient=True))
     return Cases(tuple(cases), seeds)
+
+
+def is_large(definition: Definition, name: str, value: Any) -> bool:
+    """True for an input of a Definition that is large because its constant axes are."""
+    fixed = all(definition.axes[axis].value is not None for axis in definition.inputs[name].shape or ())
+    return isinstance(value, torch.Tensor) and fixed and value.numel() > LARGE
 
 
 def _key(axes: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -209,7 +229,12 @@ def _layouts(maker: _Maker, traced: Sequence[dict[str, int]], options: JudgeOpti
     seed = maker.seed()
     base = tuple(x.contiguous() if isinstance(x, torch.Tensor) else x for x in maker.inputs(axes, seed))
     for layout in options.layouts:
-        laid = [LAYOUTS[layout](x) if isinstance(x, torch.Tensor) and x.dim() else None for x in base]
+        laid = [
+            LAYOUTS[layout](x)
+            if isinstance(x, torch.Tensor) and x.dim() and not is_large(maker.definition, name, x)
+            else None
+            for name, x in zip(maker.definition.inputs, base, strict=True)
+        ]
         for index, (name, value) in enumerate(zip(maker.definition.inputs, laid, strict=True)):
             if value is not None:
                 made = (*base[:index], value, *base[index + 1 :])

@@ -45,6 +45,7 @@ class Answer:
 def write(folder: Path, solution: Solution, job: Job, options: JudgeOptions) -> None:
     """Write `request.json` and `inputs.safetensors`; the order of the cases is drawn anew each time."""
     tensors: dict[str, torch.Tensor] = {}
+    written: dict[int, str] = {}
     cases = []
     device = "cpu"
     for number, case in job.cases.items():
@@ -54,8 +55,10 @@ def write(folder: Path, solution: Solution, job: Job, options: JudgeOptions) -> 
                 specs.append({"value": value})
                 continue
             device = str(value.device)
-            key = f"{number}.{index}"
-            tensors[key] = (value.contiguous().reshape(-1) if case.gradient else _flat(value)).cpu().clone()
+            # One tensor that many cases share is written once.
+            key = f"{number}.{index}" if case.gradient else written.setdefault(id(value), f"{number}.{index}")
+            if key not in tensors:
+                tensors[key] = (value.contiguous().reshape(-1) if case.gradient else _flat(value)).cpu().clone()
             specs.append(
                 {
                     "key": key,

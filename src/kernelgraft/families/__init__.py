@@ -7,7 +7,7 @@ import importlib
 
 from kernelgraft.families.base import Call, Family, Kernel, Recognition, Rejection, Seat, Select
 
-NAMES = ("rms_norm", "layer_norm", "rope", "gated_mlp", "attention", "residual_norm")
+NAMES = ("linear", "rms_norm", "layer_norm", "rope", "gated_mlp", "attention", "residual_norm")
 """In the order in which research asks them."""
 
 __all__ = ["NAMES", "Call", "Family", "Kernel", "Recognition", "Rejection", "Seat", "Select", "get"]

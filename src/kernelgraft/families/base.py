@@ -107,6 +107,13 @@ class Family(ABC):
         """
         return None
 
+    def reduced(self, definition: Definition) -> Definition | None:
+        """The same compute with smaller constant axes, if a Definition's own take too long under the interpreter.
+
+        Asked only for Solutions whose source does not depend on these sizes. None: there is none, or no need.
+        """
+        return None
+
     def axis_points(self, definition: Definition, traced: Sequence[dict[str, int]]) -> list[dict[str, int]]:
         """Sizes of the var axes to judge on: edges around and beyond the traced ones, within the constraints."""
         from kernelgraft.families.points import axis_points

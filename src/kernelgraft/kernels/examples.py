@@ -16,6 +16,7 @@ MODULES: tuple[str, ...] = (
     "argmax",
     "cross_entropy",
     "layer_norm",
+    "linear_decode",
     "qk_norm_rope",
     "rms_norm",
     "rope",

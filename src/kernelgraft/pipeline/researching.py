@@ -20,11 +20,14 @@ from kernelgraft.records import Definition, Research, ResearchRow, Site, Workloa
 from kernelgraft.sites import Run, capture, current, discover
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.guards import bind_axes
+from kernelgraft.suppliers.ours import INTERPRET
 
 PROMPT = "The capital of France is"
 SHORT_PROMPT = "The capital"
 """Beside `PROMPT` in the left-padded batch."""
 NEW_TOKENS = 4
+LARGE_PARAMETER = 1 << 20
+"""Parameters of more elements are neither copied nor stored with each call that reads them; the model has them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def bind(site: Site, call: Call, recognition: Recognition) -> Bound | None:
 
         def kernel(*values: Any) -> Any:
             outputs = reference_function(definition)(*values)
-            kept = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
+            kept = tuple(_kept(v) if isinstance(v, torch.Tensor) else v for v in values)
             seen.append(Bound(site, call, definition, kept, as_tuple(outputs)))
             return outputs
 
@@ -87,6 +90,15 @@ def bind(site: Site, call: Call, recognition: Recognition) -> Bound | None:
     with torch.no_grad():
         replay(site, call, replacement)
     return seen[0] if seen else None
+
+
+def _kept(value: torch.Tensor) -> torch.Tensor:
+    """A copy; of a large parameter, which no call changes, the parameter itself."""
+    return value if _is_large(value) else value.detach().clone()
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and value.numel() > LARGE_PARAMETER
 
 
 def replay(site: Site, call: Call, function: Callable[..., Any]) -> Any:
@@ -132,7 +144,7 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
     """
     model = loaded.model
     progress("research", 0, None, "finding sites")
-    sites = discover(model)
+    sites = discover(model, products=_products(model))
     progress("research", 0, len(sites), f"recording {len(sites)} sites while generating")
     captured = capture(model, sites, standard_runs(loaded))
     rows: list[ResearchRow] = []
@@ -161,7 +173,7 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
                 )
                 compute.sites.append(site)
                 compute.bound.extend(found)
-                stored.extend(found)
+                stored.extend(b for b in found if not any(_is_large(x) for x in b.inputs))
             else:
                 row = row.model_copy(update={"reason": f"{recognition.family}: no call has inputs of one shape"})
         rows.append(row)
@@ -176,6 +188,12 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
     inventory.save_record("config", model.config.to_dict())
     inventory.save_record("research", record)
     return record, list(computes.values())
+
+
+def _products(model: nn.Module) -> bool:
+    """True where somebody has another product than torch's: on a GPU, and where our kernels are interpreted."""
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return on_gpu or machine.environment(INTERPRET) == "1"
 
 
 def belongs(definition: Definition, inputs: Sequence[Any]) -> bool:

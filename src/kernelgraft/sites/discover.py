@@ -41,9 +41,10 @@ class _Place:
     last: int | None = None
 
 
-def discover(model: nn.Module) -> list[Site]:
+def discover(model: nn.Module, *, products: bool = False) -> list[Site]:
     """All sites of `model`, in model order; `Site.key` is unique in the list.
 
+    `products` adds the modules of exactly torch's Linear class, of which a model has more than of all else together.
     Instances of one class at one path pattern make one Site, unless their scalar attributes, functions or parameter
     shapes differ. A module whose forward was replaced by something that is not a method is left out.
     """
@@ -52,7 +53,8 @@ def discover(model: nn.Module) -> list[Site]:
     offsets = _index_attributes(model, patterns)
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for path, module in model.named_modules():
-        if not path or _uninteresting(module):
+        product = products and type(module) is nn.Linear
+        if not path or (_uninteresting(module) and not product):
             continue
         try:
             places = methods.places(module)

@@ -45,12 +45,15 @@ class InductorSupplier(Supplier):
                 unavailable=self.unavailable(machine),
             )
             for family in families.NAMES
+            if family != "linear"
         ]
 
     def candidates(self, definition: Definition, machine: MachineCard) -> list[Solution] | Refusal:
         """See `Supplier.candidates`."""
         if (reason := self.unavailable(machine)) is not None:
             return Refusal(self.name, reason)
+        if definition.op_type == "gemm":
+            return Refusal(self.name, "it calls the same product as the original, and there is nothing to fuse")
         if sum(axis.type == "var" for axis in definition.axes.values()) > 2:
             # Batch and length are settled for a request; a third size (keys seen so far) grows with every token.
             return Refusal(self.name, "its sizes change with every token: it would compile at each")
