@@ -1,0 +1,37 @@
+"""Kernels that bring their own parameters: packages of two classes, on live models and at load time.
+
+A package has `KernelName` (only a forward) and `KernelNameLayout` (the parameters, and `conversion_mapping`: how they
+come from those of the modules that it replaces). Importing this is light: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Entry", "KernelSet", "LoadedKernel", "Part", "Place", "Source", "load"]
+
+if TYPE_CHECKING:
+    from kernelgraft.layouts.kernel_set import KernelSet
+    from kernelgraft.layouts.packages import load
+    from kernelgraft.layouts.records import Entry, LoadedKernel, Part, Place, Source
+
+_HOMES = {
+    "Entry": "records",
+    "KernelSet": "kernel_set",
+    "LoadedKernel": "records",
+    "Part": "records",
+    "Place": "records",
+    "Source": "records",
+    "load": "packages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
