@@ -172,8 +172,12 @@ def helper(x):
     return x + SIZE
 
 
+def default(rows):
+    return 7
+
+
 def choose(rows):
-    return rows
+    return rows or default(rows)
 
 
 def plan(rows):
@@ -192,7 +196,8 @@ def backward(grad):
         ("x + SIZE", "x - SIZE", True),
         ("SIZE = 4", "SIZE = 5", True),
         ("LIMIT = 9", "LIMIT = 8", True),
-        ("    return rows", "    return rows + 1", True),
+        ("return rows or", "return 1 + rows or", True),
+        ("return 7", "return 8", False),
         ("return grad", "return 2 * grad", False),
         ('"""What it does."""', '"""What it\n    really does."""', False),
         ("# A comment.", "# Another.", False),
@@ -213,6 +218,16 @@ def test_the_hash_follows_other_kernel_modules(tmp_path: Path, monkeypatch: pyte
     before = hashed(KERNEL, SHARED)
     assert hashed(KERNEL, SHARED.replace("part(x):\n    return x", "part(x):\n    return 2 * x")) != before
     assert hashed(KERNEL, SHARED.replace("other(x):\n    return x", "other(x):\n    return 2 * x")) == before
+
+
+def test_without_a_choice_of_its_own_the_hash_takes_that_of_what_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = _hashes(tmp_path, monkeypatch)
+    alone = KERNEL.replace("def choose(", "def pick(").replace("return choose(", "return pick(")
+    shared = SHARED + "\n\ndef choose(rows):\n    return 1\n\n\ndef plan(rows):\n    return choose(rows)\n"
+    assert hashed(alone, shared) != hashed(alone, shared.replace("return 1", "return 2"))
+    assert hashed(KERNEL, shared) == hashed(KERNEL, shared.replace("return 1", "return 2"))
 
 
 def _hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -1,8 +1,9 @@
 """The hash of a kernel: of the code that its launches depend on, and of nothing else in its module.
 
-That is every `@ct.kernel`, the function `choose`, whatever calls `choose` (the launch plans), and all that these reach
-by name, in the module itself, in other kernel modules and in the launch plans' own. Comments, documentation, gradients
-and the registration with torch do not count.
+That is every `@ct.kernel`, the function `choose`, whatever calls `choose` (the launch plans; in a module without them
+those of the modules that it imports), and all that these reach by name, in the module itself, in other kernel modules
+and in the launch plans' own. Comments, documentation, gradients and the registration with torch do not count, nor does
+what only the function `default` reaches: an entry takes its place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-CHOICE = "choose"
+CHOICE, DEFAULT = "choose", "default"
 FOLLOWED = ("kernelgraft.kernels.", "kernelgraft.cutile.plans")
 """Modules whose definitions count where a kernel reaches them."""
 
@@ -44,15 +45,19 @@ class _Source:
                     elif node.module.startswith(FOLLOWED):
                         self.names[local] = (node.module, alias.name)
 
-    def roots(self) -> list[str]:
-        """Kernels, the choice, and its callers; everything in a module that has none of them."""
-        found = []
-        for name, node in self.nodes.items():
-            if isinstance(node, ast.FunctionDef) and (
-                name == CHOICE or any("kernel" in _words(d) for d in node.decorator_list) or CHOICE in _words(node)
-            ):
-                found.append(name)
-        return found or list(self.nodes)
+    def kernels(self) -> list[str]:
+        """Functions that are kernels."""
+        functions = {n: f for n, f in self.nodes.items() if isinstance(f, ast.FunctionDef)}
+        return [n for n, f in functions.items() if any("kernel" in _words(d) for d in f.decorator_list)]
+
+    def choosers(self) -> list[str]:
+        """The choice and the functions that call it."""
+        functions = {n: f for n, f in self.nodes.items() if isinstance(f, ast.FunctionDef)}
+        return [n for n, f in functions.items() if n == CHOICE or CHOICE in _words(f)]
+
+    def imported(self) -> set[str]:
+        """The modules whose definitions may count."""
+        return {*self.modules.values(), *(module for module, _ in self.names.values())}
 
     def reached(self, name: str) -> list[tuple[str | None, str]]:
         """What a definition reaches: (module, name), the module None for this one."""
@@ -112,12 +117,17 @@ def fingerprint(module: str) -> str:
 
     first = source(module)
     assert first is not None
-    waiting = [(module, name) for name in first.roots()]
+    waiting = [(module, name) for name in (*first.kernels(), *first.choosers())]
+    if not first.choosers():
+        others = ((name, source(name)) for name in first.imported())
+        waiting += [(name, chooser) for name, other in others if other is not None for chooser in other.choosers()]
+    if not waiting:
+        waiting = [(module, name) for name in first.nodes]
     codes: dict[tuple[str, str], str] = {}
     while waiting:
         place = waiting.pop()
         held = source(place[0])
-        if place in codes or held is None or place[1] not in held.nodes:
+        if place in codes or held is None or place[1] not in held.nodes or place[1] == DEFAULT:
             continue
         codes[place] = held.code(place[1])
         waiting += [(other or place[0], name) for other, name in held.reached(place[1])]
