@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """One pair of a KernelSet: which modules (a class name, or the parts of a fusion) take which kernel of which package.
+    """One pair of a KernelSet: which modules (a class name, or the parts of a fusion) take which kernel.
 
     `device` is the type of device that the pair is meant for ("cuda"); None is any.
     """
