@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -419,11 +421,16 @@ def test_a_configuration_for_another_class_is_refused() -> None:
         tuning.run_with(row_plans.SMALL, key, (rms_norm, row_plans), lambda: rms_norm.rms_norm(x))
 
 
-def test_spaces_hold_the_default_first_and_few() -> None:
-    from kernelgraft.kernels import row_tunables
+def test_spaces_of_all_kernels_hold_few_configurations_that_json_can_hold() -> None:
+    from kernelgraft.kernels.examples import tuned_modules
 
-    for tunable in row_tunables.tunables():
+    offered = [t for module in tuned_modules() for t in getattr(import_module(module), "tunables", list)()]
+    assert {"rms_norm", "rope", "act_and_mul"} <= {tunable.kernel for tunable in offered}
+    assert len({tunable.name for tunable in offered}) == len(offered), "two tunables have one name"
+    for tunable in offered:
         assert 1 < len(tunable.space) <= 40, tunable.name
-        assert len(set(tunable.space)) == len(tunable.space)
-        assert all(type(config) is type(tunable.space[0]) for config in tunable.space), tunable.name
-        assert json.loads(json.dumps(asdict(tunable.space[-1]))) == asdict(tunable.space[-1])
+        assert len(set(tunable.space)) == len(tunable.space), tunable.name
+        assert fingerprint(tunable.source), f"`{tunable.source}` is no module"
+        for config in tunable.space:
+            assert type(config) is type(tunable.space[0]), tunable.name
+            assert dataclasses.replace(config, **json.loads(json.dumps(asdict(config)))) == config, tunable.name
