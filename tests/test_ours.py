@@ -118,9 +118,9 @@ def test_refusals_say_why() -> None:
     other = {"output": norm.outputs["output"].model_copy(update={"dtype": "float32"})}
     refused = INTERPRETED.candidates(norm.model_copy(update={"outputs": other}), TILE)
     assert isinstance(refused, Refusal) and "its result is bfloat16, the definition's float32" in refused.reason
-    attention = next(d for d in ALL.values() if d.op_type == "attention")
-    refused = INTERPRETED.candidates(attention, TILE)
-    assert isinstance(refused, Refusal) and "`attention`" in refused.reason
+    foreign = norm.model_copy(update={"meta": norm.meta.model_copy(update={"family": "rwkv"})})
+    refused = INTERPRETED.candidates(foreign, TILE)
+    assert isinstance(refused, Refusal) and "`rwkv`" in refused.reason
 
 
 def test_names_are_told_apart() -> None:
