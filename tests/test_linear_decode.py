@@ -328,3 +328,14 @@ def test_defaults_fit() -> None:
                 form = Form(rows, 4096, width, dtype, False, False, None, None, False)
                 for streaming in space(form):
                     assert streaming.fits(form), (form, streaming)
+
+
+def test_what_is_offered_to_the_tuner_runs() -> None:
+    from kernelgraft.kernels.linear_tunables import tunables
+
+    offered = tunables()
+    assert len({t.name for t in offered}) == len(offered)
+    for one in (offered[1], offered[-3]):
+        inputs = one.make("cpu", 0)
+        assert one.space[0].fold == 8
+        close(one.run(one.space[0], *inputs), one.expected(*inputs), BF16, roundings=one.roundings)
