@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -23,6 +25,7 @@ from kernelgraft.cutile.plans import Plan, eager, fire, hinted, power_of_two, pr
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels import attention_tiles as tiles
 from kernelgraft.kernels.attention_tiles import BOOL_MASK, FLOAT_MASK, LOWEST, NO_MASK, ZERO, about
+from kernelgraft.kernels.examples import Example
 
 MOST_ROWS = 64
 """Query heads of a key head times queries, both rounded up to powers of two."""
@@ -413,3 +416,45 @@ def _fake(
     softcap: float | None,
 ) -> torch.Tensor:
     return tiles.result(query, value)
+
+
+def examples() -> list[Example]:
+    """Single queries of a few models over short and long caches; a cache of fixed size; eight queries; float32."""
+
+    def of(
+        batch: int,
+        lengths: tuple[int, int],
+        heads: tuple[int, int],
+        width: int,
+        dtype: torch.dtype = torch.bfloat16,
+        mask: torch.dtype | None = None,
+        lengths_given: bool = False,
+        sinks: bool = False,
+        **options: Any,
+    ) -> Callable[[str], Any]:
+        def run(device: str) -> Any:
+            given = tiles.example(device, batch, lengths, heads, width, dtype)
+            seen = None if mask is None else tiles.left_padded(device, batch, *lengths).to(mask)
+            used = torch.full((batch,), lengths[1] // 2, dtype=torch.int32, device=device) if lengths_given else None
+            column = torch.randn(heads[0], device=device) if sinks else None
+            options.setdefault("causal", mask is None)
+            return attention_decode(*given, seen, column, used, scaling=width**-0.5, **options)
+
+        return run
+
+    return [
+        Example("4096 keys, 32 + 8 heads of 128", of(1, (1, 4096), (32, 8), 128)),
+        Example("batch 8, 4096 keys, 32 + 8 heads of 128", of(8, (1, 4096), (32, 8), 128)),
+        Example("batch 32, 512 keys, 32 + 8 heads of 64", of(32, (1, 512), (32, 8), 64)),
+        Example("4096 keys, 16 + 8 heads of 128", of(1, (1, 4096), (16, 8), 128)),
+        Example("4096 keys, 32 + 32 heads of 96", of(1, (1, 4096), (32, 32), 96)),
+        Example("4096 keys, 4 + 1 heads of 256, window 512", of(1, (1, 4096), (4, 1), 256, window=512)),
+        Example("half of 4096 keys", of(4, (1, 4096), (32, 8), 128, lengths_given=True), tune=False),
+        Example("a number of keys that is odd, heads of 80", of(2, (1, 333), (32, 32), 80), tune=False),
+        Example("padded", of(4, (1, 1024), (32, 8), 128, mask=torch.bool), tune=False),
+        Example("float mask", of(4, (1, 1024), (32, 8), 128, mask=torch.bfloat16), tune=False),
+        Example("limited", of(1, (1, 1024), (8, 4), 256, softcap=50.0), tune=False),
+        Example("sinks", of(1, (1, 1024), (64, 8), 64, sinks=True), tune=False),
+        Example("eight queries", of(1, (8, 1024), (32, 8), 128), tune=False),
+        Example("float32", of(1, (1, 256), (32, 8), 64, dtype=torch.float32), tune=False),
+    ]

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -23,6 +25,7 @@ from kernelgraft.cutile.plans import Plan, eager, fire, hinted, power_of_two
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels import attention_tiles as tiles
 from kernelgraft.kernels.attention_tiles import BOOL_MASK, FLOAT_MASK, LOWEST, NO_MASK, ZERO, about
+from kernelgraft.kernels.examples import Example
 
 NEVER = 2**30
 """Where a row of a mask begins that shows nothing."""
@@ -428,3 +431,41 @@ def _fake(
     softcap: float | None,
 ) -> torch.Tensor:
     return tiles.result(query, value)
+
+
+def examples() -> list[Example]:
+    """Prompts of a few models; masks, windows, limits and sinks; a float32 one; a chunk of a longer prompt."""
+
+    def of(
+        batch: int,
+        lengths: tuple[int, int],
+        heads: tuple[int, int],
+        width: int,
+        dtype: torch.dtype = torch.bfloat16,
+        mask: torch.dtype | None = None,
+        sinks: bool = False,
+        **options: Any,
+    ) -> Callable[[str], Any]:
+        def run(device: str) -> Any:
+            given = tiles.example(device, batch, lengths, heads, width, dtype)
+            seen = None if mask is None else tiles.left_padded(device, batch, *lengths).to(mask)
+            column = torch.randn(heads[0], device=device) if sinks else None
+            return attention_prefill(*given, seen, column, scaling=width**-0.5, **options)
+
+        return run
+
+    causal: dict[str, Any] = {"causal": True}
+    return [
+        Example("4096, 32 + 8 heads of 128", of(1, (4096, 4096), (32, 8), 128, **causal)),
+        Example("2048, 32 + 8 heads of 64", of(1, (2048, 2048), (32, 8), 64, **causal)),
+        Example("2048, 16 + 8 heads of 128", of(1, (2048, 2048), (16, 8), 128, **causal)),
+        Example("1024, 32 + 32 heads of 96", of(1, (1024, 1024), (32, 32), 96, **causal)),
+        Example("2048, 8 + 4 heads of 256, window 1024", of(1, (2048, 2048), (8, 4), 256, window=1024, **causal)),
+        Example("100 after 200, 32 + 32 heads of 80", of(2, (100, 300), (32, 32), 80, **causal), tune=False),
+        Example("padded, 32 + 8 heads of 128", of(2, (256, 256), (32, 8), 128, mask=torch.bool), tune=False),
+        Example("float mask", of(2, (256, 256), (32, 8), 128, mask=torch.bfloat16), tune=False),
+        Example("limited", of(1, (256, 256), (8, 4), 256, softcap=50.0, **causal), tune=False),
+        Example("sinks, window 128", of(1, (256, 256), (64, 8), 64, sinks=True, window=128, **causal), tune=False),
+        Example("full, float16", of(1, (197, 197), (12, 12), 64, dtype=torch.float16), tune=False),
+        Example("float32", of(1, (128, 128), (32, 8), 64, dtype=torch.float32, **causal), tune=False),
+    ]

@@ -17,6 +17,7 @@ import cuda.tile as ct
 import torch
 
 from kernelgraft.cutile.plans import power_of_two
+from kernelgraft.kernels.examples import tensor
 
 ZERO = ct.PaddingMode.ZERO
 LOG2E = 1.4426950408889634
@@ -181,3 +182,20 @@ def check(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> None:
         fits = zip(mask.shape, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]), strict=True)
         if not all(size == full or (size == 1 and axis < 2) for axis, (size, full) in enumerate(fits)):
             raise ValueError(f"mask {list(mask.shape)} does not fit query {list(query.shape)}, key {list(key.shape)}")
+
+
+def example(
+    device: str, batch: int, lengths: tuple[int, int], heads: tuple[int, int], width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random query, key and value: a query as its projection leaves it, keys and values as a cache does."""
+    query = tensor(device, batch, lengths[0], heads[0], width, dtype=dtype).transpose(1, 2)
+    key, value = (tensor(device, batch, heads[1], lengths[1], width, dtype=dtype) for _ in range(2))
+    return query, key, value
+
+
+def left_padded(device: str, batch: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """A causal mask whose rows begin later and later: [batch, 1, q_len, kv_len], True where a key is seen."""
+    keys = torch.arange(kv_len, device=device)
+    last = torch.arange(q_len, device=device).view(1, 1, q_len, 1) + kv_len - q_len
+    start = torch.arange(batch, device=device).view(batch, 1, 1, 1) * (kv_len // 4)
+    return ((keys <= last) & (keys >= start)) | (keys == last)

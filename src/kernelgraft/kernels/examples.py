@@ -14,6 +14,8 @@ MODULES: tuple[str, ...] = (
     "act_and_mul",
     "add_rms_norm",
     "argmax",
+    "attention_decode",
+    "attention_prefill",
     "cross_entropy",
     "layer_norm",
     "linear_decode",
