@@ -164,6 +164,7 @@ def fused_case(name: str, model: Model) -> Case:
             "torch": eager,
         },
         2 * model.intermediate,
+        roundings=10,
     )
 
 
@@ -192,7 +193,7 @@ def norm_rope_case(name: str, model: Model, regime: str, batch: int, length: int
     if liger := peers.get("liger"):
         contestants["liger"] = apart(lambda x, w: liger["rms"](x, w, EPS, 0.0, "llama", False), liger["rope"])
     elements = batch * length * (model.heads + model.kv_heads) * model.head_dim
-    return Case("qk_norm_rope", name, regime, make, exact, contestants, 2 * elements)
+    return Case("qk_norm_rope", name, regime, make, exact, contestants, 2 * elements, roundings=10)
 
 
 def argmax_case(name: str, regime: str, rows: int) -> Case:

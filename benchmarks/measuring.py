@@ -59,6 +59,8 @@ class Case:
     """Bytes written."""
     in_place: frozenset[str] = frozenset()
     """Contestants that overwrite their inputs."""
+    roundings: float = 4.0
+    """bfloat16 roundings that a result may be off; more where several steps round one after the other."""
     flops: float = 0.0
     """Floating-point operations of a call, where they are what limits it."""
 
@@ -72,7 +74,7 @@ def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def wrong(case: Case, run: Run) -> str | None:
-    """Why a contestant's results are not right; None if they are. They may be at most 4 bfloat16 roundings off."""
+    """Why a contestant's results are not right; None if they are."""
     inputs = case.make()
     expected = as_tuple(case.exact(*inputs))
     found = as_tuple(run(*(t.clone() for t in inputs)))
@@ -86,7 +88,7 @@ def wrong(case: Case, run: Run) -> str | None:
             continue
         wanted = wanted.double()
         distance = (actual.double() - wanted).abs()
-        allowed = 4 * 2**-8 * (wanted.abs() + wanted.pow(2).mean().sqrt())
+        allowed = case.roundings * 2**-8 * (wanted.abs() + wanted.pow(2).mean().sqrt())
         ratio = float((distance / allowed).nan_to_num(math.inf).max())
         if ratio > 1:
             return f"{ratio:.3g} times the allowed error"
