@@ -37,9 +37,9 @@ class Part:
 class Source:
     """Where a package is: a repository of the Hub, a folder, or a repository object of `kernels`.
 
-    Exactly one of `repo`, `folder` and `repository` is the place; an object may say its repo beside. `version` is a
-    branch `v<int>`; `revision` a tag, branch or commit; at most one of the two is given. `trusted_signers` is the list
-    that a user gave as `trust_remote_code`.
+    One of `repo`, `folder` and `repository` is the place. `repository` is only set for an object that does not say
+    where its package is: its own `load()` then gives the class. `version` is a branch `v<int>`; `revision` a tag,
+    branch or commit; at most one of the two is given.
     """
 
     repo: str | None = None
@@ -48,7 +48,6 @@ class Source:
     revision: str | None = None
     trust_remote_code: bool = False
     repository: Any = None
-    trusted_signers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.folder is not None:
