@@ -109,11 +109,12 @@ class _Elsewhere(torch.Tensor):
 
 def test_small_sizes_are_tried(judge: Judge) -> None:
     large = captured(DOUBLE, (4, 4096), (4, 1))
-    found = interpreting.calls(DOUBLE, FAMILY, large)
+    found = interpreting.calls(DOUBLE, FAMILY, large, lambda inputs: inputs[0].shape[0] < 100)
     assert 1 <= len(found) <= interpreting.POINTS + 1
     assert all(c.inputs[0].device.type == "cpu" for c in found)
     assert all(c.inputs[0].numel() <= interpreting.LARGEST_VOLUME for c in found)
     assert large[1].axes in [c.axes for c in found], "a captured size that is small is tried as it is"
+    assert not interpreting.calls(DOUBLE, FAMILY, large, lambda inputs: False)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -31,10 +32,11 @@ def applies(solution: Solution, captured: Sequence[Captured]) -> bool:
     return on_gpu and solution.spec.language == "cuda-tile" and importlib.util.find_spec("cuda.tile") is not None
 
 
-def on_cpu(solution: Solution) -> Solution:
-    """The Solution with a guard that lets CPU tensors through."""
+def on_cpu(solution: Solution, definition: Definition) -> Solution:
+    """The Solution as one of a Definition (its own, or a smaller one), with a guard that lets CPU tensors through."""
     guard = solution.meta.guard.model_copy(update={"devices": ("cpu",)})
-    return solution.model_copy(update={"meta": solution.meta.model_copy(update={"guard": guard})})
+    meta = solution.meta.model_copy(update={"guard": guard, "fingerprint": definition.meta.fingerprint})
+    return solution.model_copy(update={"definition": definition.name, "meta": meta})
 
 
 def quick(options: JudgeOptions) -> JudgeOptions:
@@ -43,23 +45,24 @@ def quick(options: JudgeOptions) -> JudgeOptions:
     return replace(few, static_gate=options.static_gate, memory_bytes=options.memory_bytes, fork=options.fork)
 
 
-def calls(definition: Definition, family: Family, captured: Sequence[Captured]) -> list[Captured]:
-    """Calls on CPU tensors with sizes of the captured ones as far as they are small, and with the smallest others."""
+def calls(
+    definition: Definition, family: Family, captured: Sequence[Captured], serves: Callable[[tuple[Any, ...]], bool]
+) -> list[Captured]:
+    """Calls on CPU tensors that the guard lets through (`serves`): one of a captured size, if small, and others."""
     traced = list({tuple(sorted(c.axes.items())): c.axes for c in captured}.values())
-    points = sorted(family.axis_points(definition, traced), key=lambda axes: _volume(definition, axes))
+    points = sorted(
+        family.axis_points(definition, traced), key=lambda p: (_volume(definition, p), math.prod(p.values()))
+    )
     small = [axes for axes in points if _volume(definition, axes) <= LARGEST_VOLUME] or points[:1]
-    known = [axes for axes in traced if axes in small]
-    chosen = [*known[:1], *(axes for axes in spread(small, POINTS) if axes not in known[:1])]
     regimes = {tuple(sorted(c.axes.items())): c.regime for c in captured}
-    return [
-        Captured(
-            inputs=tuple(family.inputs(definition, axes, torch.Generator().manual_seed(number), "normal")),
-            regime=regimes.get(tuple(sorted(axes.items())), captured[0].regime),
-            label=f"of random values, number {number}",
-            axes=axes,
-        )
-        for number, axes in enumerate(chosen)
-    ]
+    drawn = []
+    for number, axes in enumerate(small):
+        inputs = tuple(family.inputs(definition, axes, torch.Generator().manual_seed(number), "normal"))
+        if serves(inputs):
+            regime = regimes.get(tuple(sorted(axes.items())), captured[0].regime)
+            drawn.append(Captured(inputs, regime, f"of random values, number {number}", axes))
+    known = [c for c in drawn if c.axes in traced][:1]
+    return known + [c for c in spread(drawn, POINTS) if not any(c is k for k in known)]
 
 
 def _volume(definition: Definition, axes: dict[str, int]) -> int:

@@ -118,12 +118,16 @@ class Judge:
         """
         if not interpreting.applies(trial.solution, captured):
             return None
-        definition = trial.definition
-        twin = _Trial(interpreting.on_cpu(trial.solution), definition, None)
+        family = self._family(trial.definition.meta.family)
+        definition = family.reduced(trial.definition) or trial.definition
+        twin = _Trial(interpreting.on_cpu(trial.solution, definition), definition, None)
+        guard = twin.solution.meta.guard
         options, self.options = self.options, interpreting.quick(self.options)
         try:
-            calls = interpreting.calls(definition, self._family(definition.meta.family), captured)
-            failure = self._run(twin, calls)
+            calls = interpreting.calls(
+                definition, family, captured, lambda inputs: refuses(guard, definition, inputs) is None
+            )
+            failure = self._run(twin, calls) if calls else None
         finally:
             self.options = options
         if failure is None or failure.status is Status.TIMEOUT or interpreting.UNSUPPORTED in failure.reason:
@@ -147,7 +151,7 @@ class Judge:
         with tempfile.TemporaryDirectory(prefix="kernelgraft-judge-") as name:
             folder = Path(name)
             jobs.write(folder, solution, job, options)
-            ended = self._zygote.run(folder, timeout_s=options.timeout_s, compiles=solution.meta.uses_compiler)
+            ended = self._zygote.run(folder, timeout_s=options.timeout_s, compiles=_preloads(solution, captured))
             answer = jobs.read(folder, job, ended)
             trial.warmup_seconds = (answer.facts or {}).get("warmup_seconds")
             if failure := _process(trial, job, answer, options.timeout_s):
@@ -156,6 +160,12 @@ class Judge:
                 if failure := _case(trial, job, number, answer):
                     return failure
         return None
+
+
+def _preloads(solution: Solution, captured: Sequence[Captured]) -> bool:
+    """Whether torch's compiler is loaded before the fork. It asks for GPUs; none can be used in a fork after that."""
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in captured[0].inputs)
+    return solution.meta.uses_compiler and solution.spec.language == "python" and not on_gpu
 
 
 def contract(solution: Solution, definition: Definition) -> str | None:
