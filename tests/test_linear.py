@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from kernelgraft import pipeline
-from kernelgraft.evaluate import cases
+from kernelgraft.evaluate import Judge, cases, interpreting
 from kernelgraft.families import Call, Recognition, Rejection, get
 from kernelgraft.families.reference import run_oracle, run_reference
 from kernelgraft.patch import apply
@@ -293,3 +293,27 @@ def test_the_whole_job_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
     (patch,) = graft.accepted
     assert patch.family == "linear" and graft.end_to_end is not None and graft.end_to_end.tokens_equal
     assert {s.regime for s in patch.seats if s.seated} == {"decode", "prefill"}
+
+
+def test_a_large_weight_is_interpreted_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.tile")
+    from test_ours import H200
+
+    monkeypatch.setattr(interpreting, "applies", lambda solution, calls: True)
+    definition = recognised(made(out=4096, width=2080, bias=False), (1, 1, 2080)).definitions[0]
+    answer = OwnSupplier(interpret=False).candidates(definition, H200)
+    assert isinstance(answer, list)
+    (right,) = answer
+    axes = {"batch_size": 1, "seq_len": 1}
+    inputs = tuple(FAMILY.inputs(definition, axes, torch.Generator().manual_seed(0), "normal"))
+    call = cases.Captured(inputs, "decode", "a call", axes)
+    source = right.sources[0].content.replace(
+        "linear_decode(hidden_states, weight)", "linear_decode(hidden_states, 1.01 * weight)"
+    )
+    wrong = right.model_copy(update={"sources": (right.sources[0].model_copy(update={"content": source}),)})
+    options = replace(cases.JudgeOptions.quick(), distributions=("normal",))
+    with Judge(options) as judge:
+        found = judge.verify(wrong, definition, [call])
+        assert "under the interpreter, before it ran on the GPU: wrong at" in str(found.reason), found
+        found = judge.verify(right, definition, [call])
+        assert "guard refuses the captured calls: hidden_states is on cpu" in str(found.reason), found
