@@ -33,6 +33,7 @@ ORDER = [
     "suppliers",
     "evaluate",
     "patch",
+    "layouts",
     "emit",
     "bench",
     "pipeline",

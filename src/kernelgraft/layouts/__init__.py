@@ -9,11 +9,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Entry", "KernelSet", "LoadedKernel", "Part", "Place", "Source", "load"]
+__all__ = [
+    "Entry",
+    "KernelSet",
+    "LoadedKernel",
+    "Part",
+    "Place",
+    "Source",
+    "load",
+    "load_all",
+    "locate",
+    "signature_drift",
+]
 
 if TYPE_CHECKING:
     from kernelgraft.layouts.kernel_set import KernelSet
-    from kernelgraft.layouts.packages import load
+    from kernelgraft.layouts.locating import locate
+    from kernelgraft.layouts.packages import load, load_all, signature_drift
     from kernelgraft.layouts.records import Entry, LoadedKernel, Part, Place, Source
 
 _HOMES = {
@@ -24,6 +36,9 @@ _HOMES = {
     "Place": "records",
     "Source": "records",
     "load": "packages",
+    "load_all": "packages",
+    "locate": "locating",
+    "signature_drift": "packages",
 }
 
 

@@ -118,7 +118,7 @@ def read_key(key: Any) -> str | tuple[Part, ...]:
     if len(parents) > 1:
         raise UsageError(
             f"the key {_show(key)} names modules of different parents "
-            f"({', '.join(f'`{p}`' for p in sorted(parents))}): all that is fused into one must be children of one module"
+            f"({', '.join(f'`{p}`' for p in sorted(parents))}): all that is fused must be children of one module"
         )
     return parts
 
