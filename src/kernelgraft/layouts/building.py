@@ -1,0 +1,196 @@
+"""A Layout for one place, without weights, and the class that runs the kernel's forward on it.
+
+The Layout is built by its own `__init__` on meta, from hollow copies of the children (their tensors on meta): nothing
+is allocated, no random number is drawn, no child is changed. What it keeps of the children, whole modules or single
+parameters, is then exchanged for the originals themselves, so hooks, adapters and ties in them live on.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernelgraft.errors import UsageError
+from kernelgraft.layouts import arguments
+from kernelgraft.layouts.records import LoadedKernel, Place
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A Layout whose new tensors are still on meta."""
+
+    layout: nn.Module
+    kept: frozenset[int]
+    """Ids of the original modules and parameters that it holds."""
+
+
+def build(place: Place, children: Sequence[nn.Module]) -> Built:
+    """The Layout of a place. Raises UsageError, naming the Layout, if its `__init__` cannot be run."""
+    kernel = place.kernel
+    owner = layout_class(kernel)
+    hollow = _Hollow(children)
+    try:
+        if kernel.entry.is_fusion:
+            layout = _construct(lambda: owner(*hollow.copies))
+        else:
+            keywords = arguments.for_layout(children[0], kernel.layout or owner)
+            layout = _construct(lambda: owner(**keywords))
+            if any(b is not None and b.is_meta for b in layout.buffers()) and not _all_meta(children):
+                _fill_buffers(layout, owner(**keywords))
+    except UsageError:
+        raise
+    except Exception as error:
+        where = " + ".join(f"`{path}`" for path in place.paths)
+        raise UsageError(
+            f"`{kernel.name}Layout` cannot be built for {where}: {type(error).__name__}: {error}; "
+            "it is made for other modules"
+        ) from error
+    kept = hollow.give_back(layout)
+    layout.train(children[0].training)
+    for module in layout.modules():
+        if id(module) not in kept:
+            module.__dict__["_is_hf_initialized"] = True  # transformers leaves such modules alone
+    return Built(layout, kept)
+
+
+@functools.lru_cache(maxsize=512)
+def _class_of(kernel: type[nn.Module], layout: type[nn.Module], backward: bool, traced: bool) -> type[nn.Module]:
+    own = layout.forward if layout.forward is not nn.Module.forward else None
+    body = {"forward": _forward(kernel.forward, own, backward, traced), "__module__": layout.__module__}
+    made = type(layout.__name__, (layout,), {**body, "__doc__": layout.__doc__})
+    made.__qualname__ = layout.__qualname__
+    return made
+
+
+def layout_class(kernel: LoadedKernel) -> type[nn.Module]:
+    """The Layout with the kernel's forward: a subclass, one for each pair of classes; the package's stay as they are."""
+    if kernel.layout is None:
+        raise UsageError(f"`{kernel.name}` has no `{kernel.name}Layout` beside it, which a fusion needs; add one")
+    return _class_of(kernel.kernel, kernel.layout, kernel.has_backward, kernel.can_torch_compile)
+
+
+def _forward(kernel: Forward, own: Forward | None, backward: bool, traced: bool) -> Forward:
+    """What runs: the kernel, and the Layout's own forward (if it has one) where the kernel says that it cannot."""
+    if backward and (traced or own is None):
+        return kernel
+
+    @functools.wraps(kernel)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if own is not None and not traced and torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        if backward or not torch.is_grad_enabled():
+            return kernel(self, *args, **kwargs)
+        if own is not None:
+            return own(self, *args, **kwargs)
+        with torch.no_grad():
+            result = kernel(self, *args, **kwargs)
+        watched = [t for t in (*args, *kwargs.values(), *self.parameters()) if isinstance(t, torch.Tensor)]
+        return _NoBackward.apply(type(self).__name__, result, *watched)
+
+    return forward
+
+
+class _NoBackward(torch.autograd.Function):
+    """Marks a result through which no gradient flows: a backward pass says so instead of leaving it out."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, result: torch.Tensor, *watched: torch.Tensor) -> torch.Tensor:
+        ctx.name = name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UsageError(
+            f"the kernel of `{ctx.name}` declares `has_backward = False`; revert it to train, or give the Layout a forward"
+        )
+
+
+class _Hollow:
+    """Copies of modules with their parameters on meta; everything else in them is shared with the originals."""
+
+    def __init__(self, children: Sequence[nn.Module]) -> None:
+        memo: dict[int, Any] = {}
+        self._originals: dict[int, Any] = {}
+        self._alive: list[Any] = [memo]
+        for module in (m for child in children for m in child.modules()):
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in memo:
+                    shell = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    memo[id(parameter)] = shell
+                    self._originals[id(shell)] = parameter
+            for name, value in module.__dict__.items():
+                if name in ("_parameters", "_modules", "_non_persistent_buffers_set"):
+                    continue
+                if name == "_buffers":
+                    memo.update({id(b): b for b in value.values() if b is not None})
+                elif name in arguments.INTERNAL and isinstance(value, dict):
+                    memo[id(value)] = collections.OrderedDict()  # a hook may be bound to the whole model
+                elif not isinstance(value, nn.Module):
+                    memo[id(value)] = value
+        self.copies = [copy.deepcopy(child, memo) for child in children]
+        for child, mine in zip(children, self.copies, strict=True):
+            for original, copied in zip(child.modules(), mine.modules(), strict=True):
+                self._originals[id(copied)] = original
+                self._alive.append(copied)
+        self._looks = {id(m): _tensors(m) for mine in self.copies for m in mine.modules()}
+
+    def give_back(self, layout: nn.Module) -> frozenset[int]:
+        """Put the originals where the Layout holds untouched copies; ids of all originals that it then holds."""
+        kept: set[int] = set()
+        for module in list(_walk_and_swap(layout, self._swap)):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in self._originals:
+                    module._parameters[name] = self._originals[id(parameter)]
+        held = {id(original) for original in self._originals.values()}
+        for module in layout.modules():
+            kept.update({id(module)} & held)
+            kept.update({id(p) for p in module._parameters.values() if p is not None} & held)
+        return frozenset(kept)
+
+    def _swap(self, module: nn.Module) -> nn.Module | None:
+        if id(module) in self._originals and _tensors(module) == self._looks[id(module)]:
+            original: nn.Module = self._originals[id(module)]
+            return original
+        return None
+
+
+def _walk_and_swap(module: nn.Module, swap: Callable[[nn.Module], nn.Module | None]) -> Iterator[nn.Module]:
+    """Each module that is not an original, after its children were exchanged."""
+    yield module
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        original = swap(child)
+        if original is None:
+            yield from _walk_and_swap(child, swap)
+        else:
+            module._modules[name] = original
+
+
+def _tensors(module: nn.Module) -> dict[str, int]:
+    return {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _construct(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return make()
+
+
+def _all_meta(children: Sequence[nn.Module]) -> bool:
+    return all(p.is_meta for child in children for p in child.parameters())
+
+
+def _fill_buffers(layout: nn.Module, real: nn.Module) -> None:
+    """Values of the buffers that `__init__` computes; those are lost on meta."""
+    for mine, theirs in zip(layout.modules(), real.modules(), strict=True):
+        for name, buffer in theirs._buffers.items():
+            mine._buffers[name] = buffer
