@@ -224,7 +224,7 @@ def test_more_heads_of_k_than_of_q_and_odd_numbers(device: str) -> None:
 
 
 CHOICES = [
-    Choice(elements=64, access=2, apart=True),
+    Choice(elements=64, access=0, apart=True),
     Choice(elements=64, apart=False, access=0),
     Choice(elements=1024, apart=False, blocks=1, occupancy=2, worker_warps=8),
     Choice(elements=4096, apart=True, access=0, blocks=2),

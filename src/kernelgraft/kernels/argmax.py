@@ -43,7 +43,7 @@ class Choice:
 
     tile: int = 1024
     """Elements of a row that are compared at once."""
-    blocks: int = 1
+    blocks: int = 4
     """Parts for each multiprocessor, over all rows; rows are cut into no more."""
     access: int = TMA
     """How a row is read: see `kernelgraft.kernels.access`."""
@@ -51,9 +51,9 @@ class Choice:
     worker_warps: int | None = None
 
 
-SHARED = Choice(tile=1024, blocks=1)
-ALONE = Choice(tile=4096, blocks=1)
-"""For rows that are cut into parts, and for rows that are not."""
+LITTLE = Choice(tile=1024)
+MUCH = Choice(tile=4096)
+"""For rows that such tiles, one for each block, can take all at once, and for more."""
 
 
 def best_of(x, row, first, last, TILE, ACCESS):
@@ -164,12 +164,12 @@ def _halves(rows: int) -> list[slice]:
 
 def choose(rows: int, width: int, device: int) -> Choice:
     """The free choices for rows of that width."""
-    return chosen(default(rows, device), "argmax", shape_class(rows, width), device)
+    return chosen(default(rows, width, device), "argmax", shape_class(rows, width), device)
 
 
-def default(rows: int, device: int) -> Choice:
+def default(rows: int, width: int, device: int) -> Choice:
     """The choice where nothing is tuned."""
-    return SHARED if rows < processors(device) else ALONE
+    return LITTLE if rows * -(-width // LITTLE.tile) <= LITTLE.blocks * processors(device) else MUCH
 
 
 def shape_class(rows: int, width: int) -> str:
@@ -179,12 +179,12 @@ def shape_class(rows: int, width: int) -> str:
 
 def space(rows: int, width: int, device: int = -1) -> list[Choice]:
     """Configurations worth trying, the default first."""
-    first = default(rows, device)
+    first = default(rows, width, device)
     found = [
         Choice(tile, blocks, access, occupancy, warps)
-        for tile in (512, 1024, 2048, 4096)
-        for blocks in ((1, 2) if rows < 256 else (1,))
-        for access, occupancy, warps in ((TMA, None, None), (GATHER, None, None), (LOAD, 2, 8), (GATHER, 4, 8))
+        for tile in (1024, 2048, 4096)
+        for blocks in ((1, 2, 4) if rows < 256 else (1,))
+        for access, occupancy, warps in ((TMA, None, None), (GATHER, None, None), (LOAD, 2, 8))
         if tile <= power_of_two(width)
     ]
     return [first, *(c for c in found if c != first)]

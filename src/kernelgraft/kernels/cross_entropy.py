@@ -19,12 +19,23 @@ from typing import Any
 
 import torch
 
-from kernelgraft.cutile.plans import Plan, eager, fire, hinted, power_of_two, processors
+from kernelgraft.cutile.plans import (
+    LARGEST_EXTENT,
+    Plan,
+    eager,
+    extent,
+    fire,
+    hinted,
+    power_of_two,
+    processors,
+)
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels import cross_entropy_tiles as tiles
 from kernelgraft.kernels.examples import Example, tensor
 
 CHUNK_BYTES = 2**26
+BLOCKS_PER_PROCESSOR = 4
+"""Tokens are cut into pieces only as far as it takes to have that many blocks."""
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -32,7 +43,7 @@ REDUCTIONS = ("mean", "sum", "none")
 class Choice:
     """What can be chosen freely for the launches."""
 
-    fused: bool = True
+    fused: bool = False
     """Logits by our kernel, which keeps them; else by torch, chunk by chunk through memory, and read from there."""
     tokens: int = 128
     words: int = 256
@@ -121,10 +132,9 @@ def _run(
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     normalisers = torch.empty_like(losses)
     if tokens:
-        shape = (tokens, *weight.shape)
-        _forward(hidden, weight, labels, losses, normalisers, _plans(
-            shape, hidden.dtype, hidden.get_device(), ignore_index, scale, softcap
-        ))  # fmt: skip
+        shape, fits = (tokens, *weight.shape), _fits(hidden, weight)
+        plans = _plans(shape, hidden.dtype, hidden.get_device(), ignore_index, scale, softcap, fits)
+        _forward(hidden, weight, labels, losses, normalisers, plans)
     return losses, normalisers
 
 
@@ -152,14 +162,15 @@ def _plans(
     ignored: int,
     scale: float,
     softcap: float | None,
+    fits: bool,
     choice: Choice | None = None,
 ) -> Forward:
     tokens, words, channels = shape
     choice = (choice or choose(shape, dtype, device, False)).within(shape)
     numbers, cap = (scale, softcap or 0.0), _cap(softcap, dtype)
-    chunks: tuple[tuple[int, int, Plan], ...] = ()
+    chunks: list[tuple[int, int, Plan]] = []
     normaliser = None
-    if choice.fused:
+    if choice.fused and fits:
         across, number = -(-tokens // choice.tokens), -(-words // choice.words)
         each = -(-number // max(1, processors(device) // across))
         parts = -(-number // each)
@@ -167,18 +178,24 @@ def _plans(
         kernel = choice.hinted(tiles.normaliser_kernel)
         normaliser = Plan(kernel, (across * parts,), (*numbers, *constants))
     else:
-        spans = list(_spans(tokens, words, choice.chunk_bytes))
-        parts = len(spans)
-        width = min(4096, power_of_two(spans[0][1]))
-        kernel = tiles.chunk_normaliser_kernel
-        chunks = tuple(
-            (first, count, Plan(kernel, (tokens,), (part, *numbers, cap, width)))
-            for part, (first, count) in enumerate(spans)
-        )
+        parts = 0
+        for first, count in _spans(tokens, words, choice.chunk_bytes):
+            shares = _shares(tokens, count, device)
+            plan = Plan(tiles.chunk_normaliser_kernel, (tokens * shares[2],), (parts, *numbers, cap, *shares))
+            chunks.append((first, count, plan))
+            parts += shares[2]
     rows = 8 if tokens >= 1024 else 1
     shapes = (power_of_two(parts), rows, min(256, power_of_two(channels)))
     loss = Plan(tiles.loss_kernel, (-(-tokens // rows),), (*numbers, ignored, cap, *shapes))
-    return Forward(normaliser, chunks, parts, loss)
+    return Forward(normaliser, tuple(chunks), parts, loss)
+
+
+def _shares(tokens: int, words: int, device: int) -> tuple[int, int, int]:
+    """Width of a tile of a chunk, tiles of a block, and blocks for a token: one, unless there are few tokens."""
+    width = min(4096, power_of_two(words))
+    number = -(-words // width)
+    each = -(-number // max(1, BLOCKS_PER_PROCESSOR * processors(device) // tokens))
+    return width, each, -(-number // each)
 
 
 def _cap(softcap: float | None, dtype: torch.dtype) -> int:
@@ -192,6 +209,11 @@ def _spans(tokens: int, words: int, chunk_bytes: int) -> Iterator[tuple[int, int
     length = (-(-words // number) + 127) // 128 * 128
     for first in range(0, words, length):
         yield first, min(length, words - first)
+
+
+def _fits(*tensors: torch.Tensor) -> bool:
+    """Whether kernels that count in int32 can take these tensors; torch's products take any."""
+    return all(extent(x.shape, x.stride()) < LARGEST_EXTENT for x in tensors)
 
 
 def _products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -235,7 +257,7 @@ def _slopes(
     shape = (hidden.shape[0], *weight.shape)
     if not hidden.shape[0]:
         return [x.zero_().to(hidden.dtype) for x in (by_hidden, by_weight) if x is not None]
-    plans = _backward_plans(shape, hidden.dtype, hidden.get_device(), scale, softcap)
+    plans = _backward_plans(shape, hidden.dtype, hidden.get_device(), scale, softcap, _fits(hidden, weight))
     space = torch.empty(hidden.shape[0], plans.chunks[0][1], dtype=hidden.dtype, device=hidden.device)
     for first, count, plan in plans.chunks:
         chunk, rows = space[:, :count], weight[first : first + count]
@@ -267,6 +289,7 @@ def _backward_plans(
     device: int,
     scale: float,
     softcap: float | None,
+    fits: bool,
     choice: Choice | None = None,
 ) -> Backward:
     tokens, words, _ = shape
@@ -274,13 +297,14 @@ def _backward_plans(
     chunks = []
     for first, count in _spans(tokens, words, choice.chunk_bytes):
         numbers = (first, scale, softcap or 0.0, _cap(softcap, dtype))
-        if choice.fused:
+        if choice.fused and fits:
             grid = (-(-tokens // choice.tokens) * -(-count // choice.words),)
             plan = Plan(choice.hinted(tiles.slope_kernel), grid, (*numbers, *choice.tile))
         else:
-            plan = Plan(tiles.chunk_slope_kernel, (tokens,), (*numbers, min(4096, power_of_two(count))))
+            shares = _shares(tokens, count, device)
+            plan = Plan(tiles.chunk_slope_kernel, (tokens * shares[2],), (*numbers, *shares))
         chunks.append((first, count, plan))
-    return Backward(choice.fused, tuple(chunks))
+    return Backward(choice.fused and fits, tuple(chunks))
 
 
 # Choices
@@ -294,10 +318,6 @@ def choose(shape: tuple[int, int, int], dtype: torch.dtype, device: int, backwar
 
 def default(tokens: int, dtype: torch.dtype, device: int) -> Choice:
     """The choice where nothing is tuned."""
-    if dtype is torch.float32:
-        return Choice(fused=device < 0, tokens=64, words=64, depth=32)
-    if tokens <= 32:
-        return Choice(tokens=max(8, power_of_two(tokens)), words=128, depth=128)
     return Choice()
 
 

@@ -69,8 +69,8 @@ def joined(largest, total, value):
 
 @ct.kernel
 def normaliser_kernel(
-    hidden: ct.IndexedWithInt64,
-    weight: ct.IndexedWithInt64,
+    hidden,
+    weight,
     partial,
     scale,
     softcap,
@@ -85,7 +85,7 @@ def normaliser_kernel(
     """partial: [2, parts, tokens], the largest logit and the sum of exponentials of each part of TILES tiles."""
     across = ct.cdiv(partial.shape[2], TOKENS)
     t, part = ct.bid(0) % across, ct.bid(0) // across
-    words = ct.astype(weight.shape[0], ct.int32)
+    words = weight.shape[0]
     largest = ct.full((TOKENS, 1), NEGATIVE_INFINITY, dtype=ct.float32)
     total = ct.zeros((TOKENS, 1), dtype=ct.float32)
     for v in range(part * TILES, min(part * TILES + TILES, ct.cdiv(words, WORDS))):
@@ -108,19 +108,24 @@ def chunk_normaliser_kernel(
     softcap,
     CAP: ct.Constant[int],
     WORDS: ct.Constant[int],
+    TILES: ct.Constant[int],
+    PIECES: ct.Constant[int],
 ):
-    """chunk: [tokens, words of the chunk], products in memory; partial: [2, parts, tokens]. A block takes a token."""
-    t = ct.bid(0)
+    """chunk: [tokens, words of the chunk], products in memory; partial: as above, PIECES from `part` on.
+
+    A block takes a token's piece of TILES tiles.
+    """
+    t, piece = ct.bid(0) // PIECES, ct.bid(0) % PIECES
     largest = ct.full((1, 1), NEGATIVE_INFINITY, dtype=ct.float32)
     total = ct.zeros((1, 1), dtype=ct.float32)
-    for v in range(ct.cdiv(chunk.shape[1], WORDS)):
+    for v in range(piece * TILES, min(piece * TILES + TILES, ct.cdiv(chunk.shape[1], WORDS))):
         value = ct.astype(ct.load(chunk, (t, v), (1, WORDS), padding_mode=ZERO), ct.float32)
         inside = ct.arange(WORDS, dtype=ct.int32) + v * WORDS < chunk.shape[1]
         value = capped(value, scale, softcap, CAP) * LOG2_E
         value = ct.where(ct.reshape(inside, (1, WORDS)), value, NEGATIVE_INFINITY)
         largest, total = joined(largest, total, value)
-    ct.store(partial, (0, part, t), ct.reshape(largest, (1, 1, 1)))
-    ct.store(partial, (1, part, t), ct.reshape(total, (1, 1, 1)))
+    ct.store(partial, (0, part + piece, t), ct.reshape(largest, (1, 1, 1)))
+    ct.store(partial, (1, part + piece, t), ct.reshape(total, (1, 1, 1)))
 
 
 @ct.kernel
@@ -176,8 +181,8 @@ def slopes(value, label, normaliser, slope, first, scale, softcap, CAP, WORDS):
 
 @ct.kernel
 def slope_kernel(
-    hidden: ct.IndexedWithInt64,
-    weight: ct.IndexedWithInt64,
+    hidden,
+    weight,
     labels,
     normalisers,
     grads,
@@ -217,12 +222,14 @@ def chunk_slope_kernel(
     softcap,
     CAP: ct.Constant[int],
     WORDS: ct.Constant[int],
+    TILES: ct.Constant[int],
+    PIECES: ct.Constant[int],
 ):
-    """chunk: [tokens, words], the derivatives by `products_of`, which it may be itself. A block takes a token."""
-    t = ct.bid(0)
+    """chunk: [tokens, words], the derivatives by `products_of`. A block takes a token's piece of TILES tiles."""
+    t, piece = ct.bid(0) // PIECES, ct.bid(0) % PIECES
     label = ct.astype(ct.load(labels, (t,), (1,)), ct.int32)
     normaliser, slope = ct.load(normalisers, (t,), (1,)), ct.load(grads, (t,), (1,))
-    for v in range(ct.cdiv(chunk.shape[1], WORDS)):
+    for v in range(piece * TILES, min(piece * TILES + TILES, ct.cdiv(chunk.shape[1], WORDS))):
         value = ct.astype(ct.load(products_of, (t, v), (1, WORDS), padding_mode=ZERO), ct.float32)
         value = slopes(value, label, normaliser, slope, first + v * WORDS, scale, softcap, CAP, WORDS)
         ct.store(chunk, (t, v), ct.astype(value, chunk.dtype))

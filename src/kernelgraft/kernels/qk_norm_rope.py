@@ -16,7 +16,7 @@ import torch
 from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels import rope
-from kernelgraft.kernels.access import GATHER, LOAD, TMA
+from kernelgraft.kernels.access import LOAD, TMA, fitting
 from kernelgraft.kernels.examples import Example
 from kernelgraft.kernels.qk_norm_rope_tiles import FLOAT32, OF_INPUT, OF_WEIGHT, qk_norm_rope_kernel
 from kernelgraft.kernels.rms_norm import gradients, rounding
@@ -33,8 +33,8 @@ class Choice(Tuning):
     """Whether q and k have blocks of their own; else a block takes some heads of both."""
 
 
-SMALL = Choice(elements=256, access=GATHER, apart=True)
-LARGE = Choice(elements=2048, access=GATHER)
+SMALL = Choice(elements=256, access=LOAD, apart=True)
+LARGE = Choice(elements=2048, access=LOAD)
 SMALL_ELEMENTS = 2**20
 """Up to that many elements of q, `SMALL` holds, `LARGE` beyond."""
 ENOUGH_TILES = 4096
@@ -273,7 +273,7 @@ def space(tokens: int, heads: int, width: int) -> list[Choice]:
     found = [
         Choice(elements=elements, access=access, occupancy=occupancy, apart=apart)
         for elements in sizes
-        for access in (TMA, LOAD, GATHER)
+        for access in (LOAD, TMA)
         for occupancy in (None, 4)
         for apart in (True, False)
     ]
@@ -314,11 +314,13 @@ def _plan(
         rows_of_tile *= 2
     count = batch * -(-length // rows_of_tile) * slots
     grid = tuning.grid(count, device)
+    ends = ((q_heads, heads), (k_heads, together), (length, rows_of_tile), (rest, power_of_two(max(rest, 1))))
+    exact = tile == pairs and start % tile == 0 and all(size % part == 0 for size, part in ends)
     constants = (
         (weighted, setting.offset, setting.round_offset, setting.rounding, setting.divide, setting.rounded),
         (setting.pairs_in, setting.pairs_out, setting.table == rope.TABLES.index("full"), setting.round_products),
         (start, pairs, tile, rest_start, rest, power_of_two(max(rest, 1))),
-        (head_axis, row_axis, *setting.out_axes, rows_of_tile, tuning.access),
+        (head_axis, row_axis, *setting.out_axes, rows_of_tile, fitting(tuning.access, exact, device)),
         (k is not None, apart, -(-k_heads // together) < tiles, heads, together, grid[0] < count),
     )
     return Plan(tuning.hinted(qk_norm_rope_kernel), grid, (eps, float(width), *constants))

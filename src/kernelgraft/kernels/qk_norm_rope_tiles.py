@@ -12,7 +12,7 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from kernelgraft.kernels import rope, rows
-from kernelgraft.kernels.access import GATHER, TMA, ZERO
+from kernelgraft.kernels.access import BARE, TMA, ZERO
 
 OF_INPUT, OF_WEIGHT, FLOAT32 = 0, 1, 2
 """Which dtype the norm's result has."""
@@ -27,12 +27,41 @@ OF_INPUT, OF_WEIGHT, FLOAT32 = 0, 1, 2
 
 def vector(values, START, LENGTH, TILE, ACCESS):
     """LENGTH values from START on, in a tile that may be wider."""
-    if ACCESS >= GATHER:
-        places = ct.arange(TILE, dtype=ct.int32)
-        return ct.gather(values, places + START, mask=places < LENGTH, padding_value=0)
-    if LENGTH == TILE and START % TILE == 0:
-        return ct.load(values, (START // TILE,), (TILE,), padding_mode=ZERO, allow_tma=ACCESS == TMA)
-    return ct.load(values.slice(0, START, START + LENGTH), (0,), (TILE,), padding_mode=ZERO, allow_tma=ACCESS == TMA)
+    if ACCESS == BARE and LENGTH == TILE and START % TILE == 0:
+        return ct.load(values, (START // TILE,), (TILE,), allow_tma=False, check_bounds=False)
+    if ACCESS == TMA and LENGTH == TILE and START % TILE == 0:
+        return ct.load(values, (START // TILE,), (TILE,), padding_mode=ZERO, allow_tma=True)
+    places = ct.arange(TILE, dtype=ct.int32)
+    return ct.gather(values, places + START, mask=places < LENGTH, padding_value=0)
+
+
+# Channels 2i and 2i + 1 are gathered and scattered one by one: where a load of both was taken apart again, the compiler
+# (13.4, sm_90) read 32 bits from an address that was divisible by 16 only.
+
+
+def alternate(values, START, PARITY, LENGTH, TILE):
+    """Every second value of 2 LENGTH from START on, in a tile that may be wider."""
+    places = ct.arange(TILE, dtype=ct.int32)
+    return ct.gather(values, 2 * places + (START + PARITY), mask=places < LENGTH, padding_value=0)
+
+
+def alternate_turns(values, lead, row, PARITY, LENGTH, TILE, ROWS):
+    """A table's values for the first or the second channel of each pair: [1, 1, ROWS, TILE]."""
+    lead = ct.minimum(lead, values.shape[0] - 1)
+    lines = ct.reshape(ct.arange(ROWS, dtype=ct.int32) + row * ROWS, (1, 1, ROWS, 1))
+    places = ct.reshape(ct.arange(TILE, dtype=ct.int32), (1, 1, 1, TILE))
+    return ct.gather(values, (lead, lines, 2 * places + PARITY), mask=places < LENGTH, padding_value=0)
+
+
+def alternate_places(lead, head, row, START, PARITY, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS):
+    """Indices of the first or the second channels of some heads at some rows, and which of them count."""
+    heads = ct.reshape(ct.arange(HEADS, dtype=ct.int32) + head * HEADS, (1, HEADS, 1, 1))
+    lines = ct.reshape(ct.arange(ROWS, dtype=ct.int32) + row * ROWS, (1, 1, ROWS, 1))
+    places = ct.reshape(ct.arange(TILE, dtype=ct.int32), (1, 1, 1, TILE))
+    channels = 2 * places + (START + PARITY)
+    if HEAD_AXIS == 1:
+        return (lead, heads, lines, channels), places < LENGTH
+    return (lead, lines, heads, channels), places < LENGTH
 
 
 def load_scales(weight, NORM, PAIRS, SPAN, ACCESS):
@@ -41,9 +70,7 @@ def load_scales(weight, NORM, PAIRS, SPAN, ACCESS):
     found = ()
     if NORM[0]:
         if PAIRS[0] == 1:
-            both = ct.reshape(vector(weight, START, 2 * LENGTH, 2 * TILE, ACCESS), (TILE, 2))
-            found += (ct.reshape(ct.extract(both, (0, 0), (TILE, 1)), (TILE,)),)
-            found += (ct.reshape(ct.extract(both, (0, 1), (TILE, 1)), (TILE,)),)
+            found += (alternate(weight, START, 0, LENGTH, TILE), alternate(weight, START, 1, LENGTH, TILE))
         else:
             found += (vector(weight, START, LENGTH, TILE, ACCESS),)
             found += (vector(weight, START + LENGTH, LENGTH, TILE, ACCESS),)
@@ -55,8 +82,17 @@ def load_scales(weight, NORM, PAIRS, SPAN, ACCESS):
 def load_turns(cos, sin, lead, row, PAIRS, SPAN, ROWS, ACCESS):
     """cos of the first and the second channels, then sin of them, each [1, 1, ROWS, TILE]."""
     PAIRS_OUT, FULL, ROUND_PRODUCTS = PAIRS[1], PAIRS[2], PAIRS[3]
-    found = rope.table(cos, lead, row, FULL, PAIRS_OUT, SPAN[1], SPAN[2], ROWS, ACCESS)
-    found += rope.table(sin, lead, row, FULL, PAIRS_OUT, SPAN[1], SPAN[2], ROWS, ACCESS)
+    LENGTH, TILE = SPAN[1], SPAN[2]
+    if FULL and PAIRS_OUT == 1:
+        found = (
+            alternate_turns(cos, lead, row, 0, LENGTH, TILE, ROWS),
+            alternate_turns(cos, lead, row, 1, LENGTH, TILE, ROWS),
+            alternate_turns(sin, lead, row, 0, LENGTH, TILE, ROWS),
+            alternate_turns(sin, lead, row, 1, LENGTH, TILE, ROWS),
+        )
+    else:
+        found = rope.table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
+        found += rope.table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
     turns = ()
     for i in ct.static_iter(range(4)):
         if ROUND_PRODUCTS:
@@ -70,7 +106,13 @@ def load_heads(x, lead, head, row, PAIRS, SPAN, SEAT, HEADS):
     """Both channels of each pair of some heads at some rows, and the rest."""
     START, LENGTH, TILE, REST_START, REST, REST_TILE = SPAN
     HEAD_AXIS, ROW_AXIS, ROWS, ACCESS = SEAT[0], SEAT[1], SEAT[4], SEAT[5]
-    found = rope.parts(x, lead, head, row, START, PAIRS[0], LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
+    if PAIRS[0] == 1:
+        found = ()
+        for parity in ct.static_iter(range(2)):
+            places, inside = alternate_places(lead, head, row, START, parity, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
+            found += (ct.gather(x, places, mask=inside, padding_value=0),)
+    else:
+        found = rope.parts(x, lead, head, row, START, 0, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
     if REST > 0:
         rest = rope.channels(x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
         found += (rest,)
@@ -115,10 +157,10 @@ def finish(pieces, scales, turns, x, weight, y, eps, width, lead, head, row, NOR
     first = a * turns[0] - b * turns[2]
     second = b * turns[1] + a * turns[3]
     if PAIRS[1] == 1:
-        shape = (1, HEADS, ROWS, TILE, 1)
-        both = ct.cat((ct.reshape(first, shape), ct.reshape(second, shape)), 4)
-        both = ct.reshape(both, (1, HEADS, ROWS, 2 * TILE))
-        rope.put(y, both, lead, head, row, START, 2 * LENGTH, 2 * TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
+        places, inside = alternate_places(lead, head, row, START, 0, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
+        ct.scatter(y, places, ct.astype(first, y.dtype), mask=inside)
+        places, inside = alternate_places(lead, head, row, START, 1, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
+        ct.scatter(y, places, ct.astype(second, y.dtype), mask=inside)
     else:
         rope.put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
         rope.put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
