@@ -78,7 +78,7 @@ def check_trust(source: Source, *, pinned: bool = False) -> None:
         pin = {"revision": source.revision} if source.revision else {"version": source.version}
         raise UsageError(
             f"`{source.repo}` is code of the Hub that is not trusted: read it, then give "
-            f'("{source.repo}:Class", {json.dumps(pin)[:-1]}, "trust_remote_code": true}})'
+            f"('{source.repo}:Class', {pin | {'trust_remote_code': True}})"
         )
     if pinned and not _COMMIT.fullmatch(source.revision or ""):
         raise UsageError(

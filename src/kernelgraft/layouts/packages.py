@@ -38,6 +38,8 @@ def load(entry: Entry, *, device: str | None = None, pinned: bool = False) -> Lo
     edited file is imported anew. Raises UsageError, MissingExtraError.
     """
     if entry.source.repository is not None:
+        if pinned:
+            raise UsageError(f"{entry} does not say which commit its code is of: give owner/repo:Class with a revision")
         kernel = entry.source.repository.load()
         location = Location(Path(inspect.getfile(kernel)).parent)
     else:
@@ -99,8 +101,8 @@ def signature_drift(kernel: type[nn.Module], replaced: type[nn.Module]) -> str |
     moved = [p.name for p in given if p.kind != kinds[p.name]]
     if moved:
         how = {p.name: p.kind.description for p in given}[moved[0]]
-        said = f"`{replaced.__name__}` as {kinds[moved[0]].description}"
-        return f"`{kernel.__name__}.forward` takes `{moved[0]}` as {how}, {said}"
+        other = f"`{replaced.__name__}` as {kinds[moved[0]].description}"
+        return f"`{kernel.__name__}.forward` takes `{moved[0]}` as {how}, {other}"
     variable = {p.kind for p in theirs} - {p.kind for p in ours}
     if any(kind in variable for kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)):
         return f"`{kernel.__name__}.forward` has no **kwargs or *args, `{replaced.__name__}` has"
