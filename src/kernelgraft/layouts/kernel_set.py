@@ -161,12 +161,12 @@ def _entries(key: str | tuple[Part, ...], value: Any, local: bool) -> list[Entry
         raise UsageError(f"the kernel for {_show(key)} is an empty dict: give {FORMS}, or one for each type of device")
     entries = []
     for device, given in value.items():
-        if device is not None and str(device) not in DEVICES:
+        if str(device) not in DEVICES:
             raise UsageError(
                 f"the kernel for {_show(key)} is given for the device {_show(device)}: give one of {', '.join(DEVICES)}"
             )
         source, kernel_name = read_value(_of_mode(given, key), key, local)
-        entries.append(Entry(key, source, kernel_name, device=None if device is None else str(device)))
+        entries.append(Entry(key, source, kernel_name, device=str(device)))
     return entries
 
 
