@@ -20,6 +20,7 @@ from torch import nn
 from kernelgraft.errors import UsageError
 from kernelgraft.layouts import arguments
 from kernelgraft.layouts.records import LoadedKernel, Place
+from kernelgraft.layouts.standing_in import SharedPart
 
 Forward = Callable[..., Any]
 
@@ -62,24 +63,32 @@ def build(place: Place, children: Sequence[nn.Module]) -> Built:
     return Built(layout, kept)
 
 
-@functools.lru_cache(maxsize=512)
-def _class_of(kernel: type[nn.Module], layout: type[nn.Module], backward: bool, traced: bool) -> type[nn.Module]:
-    own = layout.forward if layout.forward is not nn.Module.forward else None
-    body = {"forward": _forward(kernel.forward, own, backward, traced), "__module__": layout.__module__}
-    made = type(layout.__name__, (layout,), {**body, "__doc__": layout.__doc__})
-    made.__qualname__ = layout.__qualname__
-    return made
+_classes: dict[tuple[int, int, str], type[nn.Module]] = {}
 
 
 def layout_class(kernel: LoadedKernel) -> type[nn.Module]:
-    """The Layout with the kernel's forward: a subclass, one for each pair of classes; the package's stay as they are."""
-    if kernel.layout is None:
+    """The Layout with the kernel's forward: a subclass, one for each pair; the package's classes stay as they are."""
+    layout = kernel.layout
+    if layout is None:
         raise UsageError(f"`{kernel.name}` has no `{kernel.name}Layout` beside it, which a fusion needs; add one")
-    return _class_of(kernel.kernel, kernel.layout, kernel.has_backward, kernel.can_torch_compile)
+    parallel = kernel.entry.is_fusion and kernel.fusion == "parallel"
+    key = (id(kernel.kernel), id(layout), "parallel" if parallel else "")
+    if key not in _classes:
+        own = layout.forward if layout.forward is not nn.Module.forward else None
+        forward = kernel_forward(kernel, own)
+        # The pair is in the body so that it lives as long as its ids are in use.
+        body: dict[str, Any] = {"forward": forward, "_kernelgraft_pair": (kernel.kernel, layout)}
+        if parallel:
+            body = {**body, "forward": SharedPart.first, "_kernelgraft_whole": forward}
+        body.update(__module__=layout.__module__, __doc__=layout.__doc__, __qualname__=layout.__qualname__)
+        _classes[key] = type(layout.__name__, (layout,), body)
+    return _classes[key]
 
 
-def _forward(kernel: Forward, own: Forward | None, backward: bool, traced: bool) -> Forward:
-    """What runs: the kernel, and the Layout's own forward (if it has one) where the kernel says that it cannot."""
+def kernel_forward(loaded: LoadedKernel, own: Forward | None) -> Forward:
+    """What runs: the kernel, or the forward `own` (if there is one) where the kernel says that it cannot."""
+    kernel: Forward = loaded.kernel.forward
+    backward, traced = loaded.has_backward, loaded.can_torch_compile
     if backward and (traced or own is None):
         return kernel
 
@@ -110,7 +119,7 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise UsageError(
-            f"the kernel of `{ctx.name}` declares `has_backward = False`; revert it to train, or give the Layout a forward"
+            f"the kernel of `{ctx.name}` declares `has_backward = False`; revert it, or give its Layout a forward"
         )
 
 

@@ -114,10 +114,22 @@ class Conversion:
         return found
 
     def backward(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """New keys to the original ones, views where the rules allow. `forward` must have run (meta tensors do)."""
+        """New keys to the original ones, views where the rules allow. `forward` must have run (meta tensors do).
+
+        Steps of which a new key is not in `tensors` are left out.
+        """
         found: Tensors = {}
         for step in self.steps:
-            found.update(self._back(step, tensors))
+            if all(key in tensors for key in self.made[step.target]):
+                found.update(self._back(step, tensors))
+        return found
+
+    def complete(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        """The new keys that `backward` uses of these."""
+        found: set[str] = set()
+        for step in self.steps:
+            if all(key in tensors for key in self.made[step.target]):
+                found.update(self.made[step.target])
         return found
 
     def _through(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Tensors:
