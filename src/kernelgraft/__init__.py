@@ -15,12 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["Applied", "Graft", "KernelgraftError", "apply", "doctor", "export", "integrate", "load"]
+__all__ = [
+    "Applied",
+    "Graft",
+    "KernelSet",
+    "KernelgraftError",
+    "apply",
+    "apply_layouts",
+    "doctor",
+    "export",
+    "from_pretrained",
+    "integrate",
+    "load",
+]
 
 if TYPE_CHECKING:
     from kernelgraft.api import doctor, load
     from kernelgraft.emit import export
     from kernelgraft.errors import KernelgraftError
+    from kernelgraft.layouts import KernelSet, apply_layouts, from_pretrained
     from kernelgraft.patch import Applied, apply
     from kernelgraft.pipeline import integrate
     from kernelgraft.records import Graft
@@ -28,10 +41,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Applied": "kernelgraft.patch",
     "Graft": "kernelgraft.records",
+    "KernelSet": "kernelgraft.layouts",
     "KernelgraftError": "kernelgraft.errors",
     "apply": "kernelgraft.patch",
+    "apply_layouts": "kernelgraft.layouts",
     "doctor": "kernelgraft.api",
     "export": "kernelgraft.emit",
+    "from_pretrained": "kernelgraft.layouts",
     "integrate": "kernelgraft.pipeline",
     "load": "kernelgraft.api",
 }

@@ -10,12 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
+    "AppliedLayouts",
     "Entry",
     "KernelSet",
     "LoadedKernel",
     "Part",
     "Place",
     "Source",
+    "apply_layouts",
+    "find_layouts",
+    "from_pretrained",
     "load",
     "load_all",
     "locate",
@@ -23,18 +27,24 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from kernelgraft.layouts.applying import AppliedLayouts, apply_layouts, find_layouts
     from kernelgraft.layouts.kernel_set import KernelSet
+    from kernelgraft.layouts.loading import from_pretrained
     from kernelgraft.layouts.locating import locate
     from kernelgraft.layouts.packages import load, load_all, signature_drift
     from kernelgraft.layouts.records import Entry, LoadedKernel, Part, Place, Source
 
 _HOMES = {
+    "AppliedLayouts": "applying",
     "Entry": "records",
     "KernelSet": "kernel_set",
     "LoadedKernel": "records",
     "Part": "records",
     "Place": "records",
     "Source": "records",
+    "apply_layouts": "applying",
+    "find_layouts": "applying",
+    "from_pretrained": "loading",
     "load": "packages",
     "load_all": "packages",
     "locate": "locating",

@@ -1,0 +1,153 @@
+"""Load a model with kernels that bring their own parameters: a dry run, transformers' plain load, then the Layouts.
+
+Nothing of the process is patched. The dry run happens on meta before a weight is read, the load is the one that
+transformers does without kernels (so shards, ties, dtypes, device maps and a model's own converters are its business),
+and the Layouts are put on the loaded object. A load that raises therefore leaves nothing, and a plain one afterwards,
+or in another thread, is plain.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from kernelgraft.errors import UsageError
+from kernelgraft.layouts.applying import apply_layouts
+from kernelgraft.layouts.findings import refuse
+from kernelgraft.layouts.kernel_set import KernelSet
+from kernelgraft.layouts.matching import places
+from kernelgraft.layouts.packages import load_all
+from kernelgraft.layouts.records import LoadedKernel
+from kernelgraft.models.shrinking import quiet
+
+# Other ways to say which kernels; both patch classes for the whole process.
+_REFUSED = ("use_kernels", "kernel_config", "allow_all_kernels", "fusion_config")
+# What the configuration's loader takes beside values of the configuration; it must not find the weights' options.
+_WEIGHTS_ONLY = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "offload_buffers",
+    "state_dict",
+    "output_loading_info",
+    "ignore_mismatched_sizes",
+    "use_safetensors",
+    "weights_only",
+    "variant",
+    "key_mapping",
+    "adapter_kwargs",
+    "tp_plan",
+    "tp_size",
+    "device_mesh",
+    "low_cpu_mem_usage",
+)
+# One at a time: torch's default dtype is the process's while transformers builds a model.
+_loading = threading.RLock()
+
+
+def from_pretrained(auto_class: Any, path: Any, *, kernels: Any, check: bool = True, **kwargs: Any) -> Any:
+    """`auto_class.from_pretrained(path, **kwargs)` with kernels in it.
+
+    `auto_class` is a class of transformers that loads models (AutoModelForCausalLM, or a model's own). `kernels` is
+    what KernelSet.of takes. With `check`, everything that can be known without weights is known before one is read,
+    and the kernels are run on a tiny model of the same kind. Returns what the class returns: the model, in eval mode,
+    with `output_loading_info` a pair. `find_layouts(model)` is what takes the kernels off again. Raises
+    UsageError, ConflictError or GraftError, one line, for kernels that do not fit, before a weight is read; whatever
+    transformers raises for a checkpoint that does not load.
+    """
+    if not callable(getattr(auto_class, "from_pretrained", None)):
+        raise UsageError(f"`{auto_class!r}` loads no models; give a class such as AutoModelForCausalLM")
+    chosen = KernelSet.of(kernels)
+    for name in _REFUSED:
+        if kwargs.get(name):
+            raise UsageError(f"`{name}` is given beside `kernels`; leave it out and name all kernels in `kernels`")
+    with _loading:
+        device = _device(kwargs.get("device_map"))
+        loaded = load_all(chosen, device=device)
+        skeleton = dry_model(auto_class, path, **kwargs)
+        refuse_quantised(skeleton, loaded, kwargs.get("quantization_config"))
+        if check:
+            from kernelgraft.layouts.checking import check as find_faults
+
+            refuse(find_faults(loaded, skeleton, device=device))
+        del skeleton
+        result = auto_class.from_pretrained(path, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        apply_layouts(model, chosen, check=False)
+    return result
+
+
+def dry_model(auto_class: Any, path: Any, **kwargs: Any) -> PreTrainedModel:
+    """The model that a load would give, on meta: only its configuration is read."""
+    config = _configuration(auto_class, path, kwargs)
+    options = {name: kwargs[name] for name in ("trust_remote_code", "attn_implementation") if name in kwargs}
+    build = getattr(auto_class, "from_config", None) or auto_class._from_config
+    if not hasattr(auto_class, "from_config"):
+        options.pop("trust_remote_code", None)
+    with quiet(), torch.device("meta"):
+        model: PreTrainedModel = build(config, **options)
+    return model.eval()
+
+
+def refuse_quantised(model: nn.Module, loaded: Sequence[LoadedKernel], given: Any = None) -> None:
+    """Raise UsageError if a kernel wants weights that the checkpoint, or the load, has in quantised form.
+
+    Norms and the like are never quantised, so kernels that leave linears alone are let through.
+    """
+    stored = getattr(getattr(model, "config", None), "quantization_config", None)
+    if stored is None and given is None:
+        return
+    root = model
+    for place in places(root, loaded):
+        for path in place.paths:
+            if any(isinstance(inner, nn.Linear) for inner in root.get_submodule(path).modules()):
+                how = (
+                    "the checkpoint is quantised already; load the original one"
+                    if stored is not None
+                    else "`quantization_config` quantises it while loading; load without it and quantise afterwards"
+                )
+                raise UsageError(f"`{path}`, which `{place.kernel.name}` takes, holds linears, and {how}")
+
+
+def _configuration(auto_class: Any, path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    given = kwargs.get("config")
+    if isinstance(given, PreTrainedConfig):
+        return copy.deepcopy(given)
+    options = {name: value for name, value in kwargs.items() if name != "config" and name not in _WEIGHTS_ONLY}
+    source = path if given is None else given
+    if source is None:
+        raise UsageError("neither a path nor a `config` is given; give one of them")
+    reader = AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
+    source = str(source) if isinstance(source, Path) else source
+    config, _ = reader.from_pretrained(source, return_unused_kwargs=True, **options)
+    if not isinstance(config, PreTrainedConfig):
+        raise UsageError(f"`{source}` has no configuration of transformers; give the folder or id of a model")
+    return config
+
+
+def _device(device_map: Any) -> str:
+    """The type of device on which most of the model will lie."""
+    if device_map is None:
+        return torch.get_default_device().type
+    if isinstance(device_map, dict):
+        types = [_type(device) for device in device_map.values()]
+        return next((t for t in types if t not in ("cpu", "disk")), "cpu")
+    if isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return _type(device_map)
+
+
+def _type(device: Any) -> str:
+    if isinstance(device, int):
+        return "cuda"
+    return str(device).partition(":")[0]
