@@ -66,7 +66,11 @@ class KernelSet:
         return self._entries
 
     def for_device(self, device: str) -> tuple[Entry, ...]:
-        """The entries for a type of device: those that name it, and those that name none."""
+        """The entries for a type of device: those that name it ("cuda" of torch for ROCm is "rocm"), or name none."""
+        if device == "cuda":
+            import torch
+
+            device = "cuda" if torch.version.hip is None else "rocm"
         return tuple(entry for entry in self.entries if entry.device in (None, device))
 
     def __iter__(self) -> Iterator[Entry]:

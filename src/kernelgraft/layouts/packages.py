@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from kernelgraft.errors import MissingExtraError, UsageError
@@ -66,8 +65,6 @@ def load_all(kernels: Any, *, device: str | None = None, pinned: bool = False) -
     Raises UsageError if there is none.
     """
     chosen = KernelSet.of(kernels)
-    if device == "cuda" and torch.version.hip is not None:
-        device = "rocm"
     entries = chosen.entries if device is None else chosen.for_device(device)
     if not entries:
         given = sorted({entry.device for entry in chosen if entry.device})
