@@ -298,6 +298,12 @@ def test_configurations_change_no_result(device: str) -> None:
         out = torch.empty(expected.shape, dtype=BF16, device=device)
         decode_module._launch(*given, None, sinks, None, out, 0.2, True, None, None, decode)
         close(out, expected)
+    given = inputs(1, 4, 2, 3, 171, 32, 32, dtype=BF16, device=device)
+    expected = exact(*given, scaling=0.2, causal=True, window=11)
+    for decode in (Decode(keys=16, splits=1), Decode(keys=16, splits=2)):
+        out = torch.empty(expected.shape, dtype=BF16, device=device)
+        decode_module._launch(*given, None, None, None, out, 0.2, True, 11, None, decode)
+        close(out, expected)
 
 
 def test_tensors_beyond_an_int32_are_split(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
