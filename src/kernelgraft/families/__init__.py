@@ -9,8 +9,10 @@ from kernelgraft.families.base import Call, Family, Kernel, Recognition, Rejecti
 
 NAMES = ("linear", "rms_norm", "layer_norm", "rope", "gated_mlp", "attention", "residual_norm")
 """In the order in which research asks them."""
+UNSITED = ("qk_norm_rope", "sampling", "cross_entropy")
+"""Families that no site is found for: research does not ask them, their Definitions are made by `definition_for`."""
 
-__all__ = ["NAMES", "Call", "Family", "Kernel", "Recognition", "Rejection", "Seat", "Select", "get"]
+__all__ = ["NAMES", "UNSITED", "Call", "Family", "Kernel", "Recognition", "Rejection", "Seat", "Select", "get"]
 
 
 @functools.cache

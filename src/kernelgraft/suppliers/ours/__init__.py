@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from kernelgraft import machine as machine_module
 from kernelgraft.records import BuildSpec, Definition, Guard, MachineCard, Solution, SolutionMeta, SourceFile
 from kernelgraft.suppliers.base import Listing, Refusal, Supplier
-from kernelgraft.suppliers.ours import gated_mlp, linear, norms, rope
+from kernelgraft.suppliers.ours import attention, cross_entropy, gated_mlp, linear, norms, qk_norm_rope, rope, sampling
 from kernelgraft.suppliers.ours.drafts import Draft, Entry
 from kernelgraft.suppliers.wording import in_words
 
@@ -21,7 +21,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 WHOLE = ("bool", "int64", "int32")
 """Masks and indices."""
 
-MODULES = (norms, gated_mlp, rope, linear)
+MODULES = (norms, gated_mlp, rope, linear, attention, qk_norm_rope, sampling, cross_entropy)
 CATALOGUE: dict[str, Entry] = {name: entry for module in MODULES for name, entry in module.CATALOGUE.items()}
 """Kernel → its family, and what it is."""
 _WRITERS = {family: writer for module in MODULES for family, writer in module.WRITERS.items()}
