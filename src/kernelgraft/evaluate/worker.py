@@ -10,6 +10,7 @@ A Solution that rewrites the worker's own memory on purpose can forge the facts;
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -67,6 +68,9 @@ class _Session:
         self.poison = _Poison(self.device, wrap=request["wrap_allocations"])
 
     def run(self) -> None:
+        if self.request["solution"]["meta"]["uses_compiler"] and any(c["cotangents"] for c in self.request["cases"]):
+            # The first gradient of a custom op imports it, and it replaces `torch.manual_seed` by one of its own.
+            importlib.import_module("torch._dynamo")
         before = _namespaces()
         try:
             with _interpreter(self.request["interpret"]):
