@@ -309,7 +309,7 @@ def test_the_op(name: str) -> None:
 
 def test_examples_run_and_the_space_is_valid(device: str) -> None:
     for example in module.examples():
-        if device == "cuda" or example.name[-7:] not in ("prefill", "atch 32"):
+        if device == "cuda" or not example.name.startswith(("prefill", "batch 32")):
             assert all(y.isfinite().all() for y in example.run(device))
     for size in ((1, 16, 128), (32, 16, 128), (4096, 32, 64)):
         space = module.space(*size)

@@ -397,9 +397,9 @@ def examples() -> list[Example]:
         return run
 
     return [
-        Example("llama-3.2-1b 4096", of(4096, 128256, 2048)),
-        Example("qwen3-0.6b 1024", of(1024, 151936, 1024)),
-        Example("gemma-3-1b 512, softcap", of(512, 262144, 1152, softcap=30.0)),
-        Example("llama-3.2-1b 16, no gradient", of(16, 128256, 2048, grad=False)),
+        Example("4096 x 128256 x 2048", of(4096, 128256, 2048)),
+        Example("1024 x 151936 x 1024", of(1024, 151936, 1024)),
+        Example("512 x 262144 x 1152, softcap", of(512, 262144, 1152, softcap=30.0)),
+        Example("16 x 128256 x 2048, no gradient", of(16, 128256, 2048, grad=False)),
         Example("57 x 1021 x 200 float32", of(57, 1021, 200, torch.float32), tune=False),
     ]

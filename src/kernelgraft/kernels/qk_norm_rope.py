@@ -387,10 +387,18 @@ def examples() -> list[Example]:
 
     offset = {"offset": True, "cast": "after_weight"}
     return [
-        example("qwen3-0.6b decode", 1, 1, (16, 8), 128),
-        example("qwen3-0.6b batch 32", 32, 1, (16, 8), 128),
-        example("qwen3-0.6b prefill", 1, 4096, (16, 8), 128),
-        example("gemma-3-4b prefill", 1, 1024, (8, 4), 256, **offset),
-        example("head_dim 96, half of it turned", 2, 33, (6, 2), 96, rotary_dim=48, memory="length"),
-        example("head_dim 80, interleaved", 2, 33, (4, 4), 80, pairs_in="interleaved", pairs_out="interleaved"),
+        example("decode 16 + 8 heads of 128", 1, 1, (16, 8), 128),
+        example("batch 32, 16 + 8 heads of 128", 32, 1, (16, 8), 128),
+        example("prefill 4096, 16 + 8 heads of 128", 1, 4096, (16, 8), 128),
+        example("prefill 1024, 8 + 4 heads of 256, one plus the weight", 1, 1024, (8, 4), 256, **offset),
+        example("33 tokens, 6 + 2 heads of 96, half turned", 2, 33, (6, 2), 96, rotary_dim=48, memory="length"),
+        example(
+            "33 tokens, 4 + 4 heads of 80, interleaved",
+            2,
+            33,
+            (4, 4),
+            80,
+            pairs_in="interleaved",
+            pairs_out="interleaved",
+        ),
     ]
