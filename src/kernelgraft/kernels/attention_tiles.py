@@ -16,7 +16,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import power_of_two
+from kernelgraft.cutile.plans import extent, power_of_two
 from kernelgraft.kernels.examples import tensor
 
 ZERO = ct.PaddingMode.ZERO
@@ -126,11 +126,8 @@ def mask_kind(mask: torch.Tensor | None) -> int:
 def far(*tensors: torch.Tensor | None) -> bool:
     """True if one has elements that are too far apart for 32-bit offsets."""
     for t in tensors:
-        if t is not None:
-            a, b, c, d = t.shape
-            i, j, k, m = t.stride()
-            if (a - 1) * i + (b - 1) * j + (c - 1) * k + (d - 1) * m >= LARGEST:
-                return True
+        if t is not None and t.untyped_storage().nbytes() > LARGEST and extent(t.shape, t.stride()) > LARGEST:
+            return True
     return False
 
 
