@@ -11,7 +11,6 @@ from transformers.conversion_mapping import WeightRenaming
 
 from kernelgraft import models
 from kernelgraft.layouts.records import Entry, LoadedKernel, Part, Source
-from kernelgraft.layouts.rules import SizedConcatenate
 
 
 class CustomRMSNormLayout(nn.Module):
@@ -180,6 +179,25 @@ class AddNorm(nn.Module):
         return self.scale * h.to(total.dtype), total
 
 
+class OneMLPLayout(nn.Module):
+    """A fusion of one part."""
+
+    conversion_mapping: ClassVar = [
+        WeightConverter(["mlp.gate_proj.weight", "mlp.up_proj.weight"], "mlp.gate_up.weight", [Concatenate(dim=0)])
+    ]
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
+        self.gate_up = nn.Linear(mlp.gate_proj.in_features, 2 * mlp.gate_proj.out_features, bias=False)
+
+
+class OneMLP(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
 class Stateless(nn.Module):
     """No Layout: takes the parameters of the module as they are."""
 
@@ -207,6 +225,9 @@ FUSED = loaded(NORM_MLP, RMSNormMLP, RMSNormMLPLayout)
 MERGED_QKV = loaded(QKV_KEY, QKV, QKVLayout)
 MERGED_GATE_UP = loaded(GATE_UP, GateUp, GateUpLayout)
 KEPT = loaded(NORM_MLP, Keeping, KeepingLayout)
+
+ADDED = loaded(NORM_MLP[:1], AddNorm, AddNormLayout)
+EVERYTHING = (ADDED, MERGED_QKV, MERGED_GATE_UP, RENAME)
 
 SMALL = {
     "vocab_size": 64,
@@ -246,7 +267,3 @@ def generated(model: Any, **kwargs: Any) -> torch.Tensor:
         IDS, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(IDS), **kwargs
     )
     return found
-
-
-__all__ = [name for name in dir() if not name.startswith("_")]
-_ = SizedConcatenate

@@ -14,7 +14,7 @@ from kernelgraft.errors import GraftError, UsageError
 from kernelgraft.layouts import building, hooks
 from kernelgraft.layouts.packages import signature_drift
 from kernelgraft.layouts.records import Place
-from kernelgraft.layouts.residual import rewrite_addition
+from kernelgraft.layouts.residual import with_addition
 from kernelgraft.layouts.rules import Conversion, resolve
 from kernelgraft.layouts.saving import NAMES, Names, take_originals
 from kernelgraft.layouts.standing_in import PassedOn, SharedPart
@@ -48,6 +48,8 @@ class Seat:
     names: Names | None = None
     new: dict[str, str] = field(default_factory=dict)
     """Attribute path in the Layout by key, of the tensors that rules make."""
+    forward: Callable[..., Any] | None = None
+    """What the parent runs instead of its forward, for a residual fusion."""
     undos: list[Callable[[], None]] = field(default_factory=list)
     views: int = 0
     """Original tensors that are now views of merged ones."""
@@ -87,7 +89,7 @@ class Seat:
         conversion = self.names.conversion
         values = {key: there[name] for key, name in self.new.items()}
         gradients = {key: t.grad for key, t in values.items() if t.grad is not None}
-        back, grads = conversion.backward(values), conversion.backward(gradients)  # type: ignore[arg-type]
+        back, grads = conversion.backward(values), conversion.backward(gradients)
         trained = {
             key: values[new].requires_grad for step in conversion.steps for key, new in _newest(step, conversion)
         }
@@ -121,13 +123,17 @@ def draft(root: nn.Module, place: Place) -> Seat:
     by_id = {id(tensor): key for key, tensor in originals.items()}
     kept = {key: by_id[id(tensor)] for key, tensor in here.items() if id(tensor) in by_id}
     left = [key for key in originals if id(originals[key]) not in {id(here[key]) for key in kept}]
+    if adapted := [key for key in left if f".{_BASE}." in key]:
+        raise UsageError(f"`{adapted[0]}` is under an adapter that `{kernel.name}Layout` would lose; attach it after")
     conversion = resolve(kernel.rules, left, getattr(root, "config", None))
     _check(place, conversion, {key: originals[key] for key in left}, {k: here[k] for k in here if k not in kept})
     _refuse_mixtures(root, conversion, originals)
     prefix = f"{place.parent}." if place.parent else ""
     names = Names(prefix, place.names[0], conversion, kept)
     new = {key: key.removeprefix(f"{place.paths[0]}.") for key in here if key not in kept}
-    return Seat(place, parent, children, built.layout, names, new)
+    residual = kernel.entry.is_fusion and kernel.fusion == "residual"
+    forward = with_addition(parent, place) if residual else None
+    return Seat(place, parent, children, built.layout, names, new, forward)
 
 
 def seat(root: nn.Module, draft: Seat) -> None:
@@ -140,8 +146,8 @@ def seat(root: nn.Module, draft: Seat) -> None:
             return
         views = _fill(draft)
         _install(draft, draft.layout)
-        if place.kernel.entry.is_fusion and place.kernel.fusion == "residual":
-            draft.undos.append(rewrite_addition(draft.parent, place))
+        if draft.forward is not None:
+            draft.undos.append(install(draft.parent, "forward", draft.forward))
         for original, view in views:
             original.data = view
         draft.views = len(views)
@@ -198,7 +204,7 @@ def _fill(draft: Seat) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for step in conversion.steps:
         if step.converter is not None and gradients and all(key in gradients for key in step.keys):
             part = Conversion((step,), conversion.config)
-            for key, gradient in part.forward({k: gradients[k] for k in step.keys}).items():  # type: ignore[misc]
+            for key, gradient in part.forward({k: gradients[k] for k in step.keys}).items():
                 layout.get_parameter(draft.new[key]).grad = gradient
     views = []
     for key, value in back.items():
@@ -254,8 +260,6 @@ def _check(
     for key, origin in _origins(conversion).items():
         if key not in new:
             what = f"stays `{key}`" if (key,) == origin else f"becomes `{key}`"
-            if f".{_BASE}." in origin[0] or ".lora_" in origin[0]:
-                raise UsageError(f"`{origin[0]}` belongs to an adapter that `{layout}` would lose; merge it first")
             raise UsageError(f"`{origin[0]}` {what}, which `{layout}` has not; correct its `conversion_mapping`")
     for key, tensor in new.items():
         if key not in made:
