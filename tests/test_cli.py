@@ -201,6 +201,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
         "doctor": ["--json"],
         "research": common,
         "inventory": ["--arch", "--budget", "--compile", "--json", "--kernel", "--only", "--tune"],
+        "check": ["--device", "--json", "--numeric", "--training", "--trust-remote-code"],
         "plan": ["--json", "--suppliers"],
         "integrate": ["--device", "--force", "--json", "--policy", "--trust-remote-code"],
         "bench": [

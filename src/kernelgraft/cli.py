@@ -238,6 +238,52 @@ def export(
 
 
 @app.command()
+def check(
+    kernels: Annotated[
+        str,
+        typer.Argument(
+            help="What takes which kernel: a .json file, a .py file that defines `kernels`, or pairs separated by `;`: "
+            "'RMSNorm=owner/repo:Class', 'RMSNorm@model.layers.*.norm+MLP@model.layers.*.mlp=./folder:Class@v1'."
+        ),
+    ],
+    model: Model,
+    numeric: Annotated[
+        bool, typer.Option("--numeric/--no-numeric", help="Also run a tiny random model of the same kind with them.")
+    ] = True,
+    training: Annotated[
+        bool, typer.Option("--training", help="The model is to be trained: ask for gradients.")
+    ] = False,
+    json_file: Json = None,
+    device: Device = "cpu",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Check two-class kernels on a model without its weights: names, shapes, saving, data flow, numbers."""
+    from kernelgraft.errors import GraftError
+    from kernelgraft.layouts.checking import check as find_faults
+    from kernelgraft.layouts.reading import read_kernels, read_model
+
+    given = read_kernels(kernels)
+    config, make = read_model(model, trust_remote_code)
+    where = _checked_device(device).partition(":")[0]
+    found = find_faults(given, config, make=make, device=where, numeric=numeric, training=training)
+    failures = [finding for finding in found if finding.severity != "note"]
+    answer = {
+        "model": model,
+        "kernels": [str(entry) for entry in given],
+        "passed": not failures,
+        "findings": [finding.record() for finding in found],
+    }
+    if not _wrote_json(answer, json_file):
+        for finding in found:
+            print(f"{finding.severity}: {finding}")
+        if not found:
+            print(f"nothing is wrong with {len(given)} of {len(given)} kernels on {model}")
+    if failures:
+        lines = "1 finding" if len(failures) == 1 else f"{len(failures)} findings"
+        raise GraftError(f"{lines} above: mend the package, or leave the kernel out for `{model}`")
+
+
+@app.command()
 def run(
     model: Model,
     out: Out = None,
@@ -336,11 +382,17 @@ def _load(model: str, dtype: str | None, device: str, trust_remote_code: bool) -
         if dtype not in ("float32", "bfloat16", "float16"):
             raise UsageError(f"dtype `{dtype}` is not float32, bfloat16 or float16")
         chosen = getattr(torch, dtype)
+    return load(model, dtype=chosen, device=_checked_device(device), trust_remote_code=trust_remote_code)
+
+
+def _checked_device(device: str) -> str:
+    import torch
+
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"device `{device}` is not cpu, cuda or cuda:<index>")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"device `{device}` is not here: torch sees no GPU; use --device cpu")
-    return load(model, dtype=chosen, device=device, trust_remote_code=trust_remote_code)
+    return device
 
 
 def _folder(out: Path | None, model: str) -> Path:

@@ -40,6 +40,9 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     version: int | None
+    """Of its first tensor: an input that changes in place is another one."""
+    producer: tuple[str, str] | None = None
+    """The function that made its first tensor, and the path of the module that called it."""
     output: Any = None
 
 
@@ -61,7 +64,7 @@ class _Watch(TorchFunctionMode):
         self.stack: list[tuple[str, _Seen | None, int]] = [("", None, 0)]
         """Open modules: path, the place that one belongs to, which part it is."""
         self.outputs: dict[int, tuple[_Seen, int]] = {}
-        self.producers: dict[int, str] = {}
+        self.producers: dict[int, tuple[str, str]] = {}
         self.parameters = parameters
         self.alive: list[Any] = []
 
@@ -73,7 +76,7 @@ class _Watch(TorchFunctionMode):
             for tensor in _tensors((args, kwargs)):
                 self._read(tensor, name)
         if isinstance(result, torch.Tensor):
-            self.producers[id(result)] = name
+            self.producers[id(result)] = (name, self.stack[-1][0])
             self.alive.append(result)
         return result
 
@@ -151,7 +154,8 @@ def _hooked(module: nn.Module, path: str, owned: tuple[_Seen, int] | None, watch
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if owned is not None:
             first = next(_tensors((args, kwargs)), None)
-            owned[0].calls.append(_Call(owned[1], args, kwargs, None if first is None else first._version))
+            version, producer = (None, None) if first is None else (first._version, watch.producers.get(id(first)))
+            owned[0].calls.append(_Call(owned[1], args, kwargs, version, producer))
         watch.stack.append((path, *(owned or (None, 0))))
 
     def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -224,6 +228,10 @@ def _chain(seen: _Seen) -> str | None:
             if silent:
                 return f"{silent[0]} is not called"
             return f"the calls come in the order {', '.join(names[i] for i in order)}"
+        if seen.place.kernel.fusion == "residual":
+            made, where = calls[0].producer or ("", "")
+            if made not in _ADDITIONS or where != seen.place.parent:
+                return f"the input of {names[0]} is no sum that `{starred(seen.place.parent) or 'the model'}` takes"
         for before, call in itertools.pairwise(calls):
             if _only_input(call) is None:
                 return f"{names[call.part]} takes more than one input"

@@ -50,7 +50,7 @@ def check(
     found += dry_run(root, places)
     if training:
         found = [_as_error(f) if f.check == "training" and f.severity == "note" else f for f in found]
-    wrong = {f.kernel for f in found if f.severity == "error" and f.check not in ("signature", "training")}
+    wrong = {f.kernel for f in found if f.severity == "error" and f.check != "training"}
     sound = [kernel for kernel in loaded if kernel.name not in wrong and any(p.kernel is kernel for p in places)]
     if numeric and sound:
         found += _tried(root, make, sound, device)

@@ -151,16 +151,20 @@ def _names(finding: Any, site: Site, made: Mapping[str, Any], wanted: Mapping[st
     """Names that the rules make and the Layout has not, and the other way round."""
     layout, first = f"{site.place.kernel.name}Layout", site.place.paths[0]
     left = [name for name in made if name not in wanted]
+    sources = set(site.values())
     for name in wanted:
         if name not in made:
             offered = difflib.get_close_matches(name, left, 1, 0.3) or left[:1]
-            hint = f"the rules make `{_below(offered[0], first)}`" if offered else "no rule makes it"
+            left = [other for other in left if other not in offered]  # one mistake, one line
+            hint = "no rule makes it"
+            if offered:
+                verb = "no rule takes" if offered[0] in sources else "the rules make"
+                hint = f"{verb} `{_below(offered[0], first)}`"
             yield finding(
                 "names",
                 f"`{layout}` has `{_below(name, first)}`, which nothing fills at {site.where} ({hint}): "
                 "correct the target of the rule or the name in the Layout",
             )
-    sources = set(site.values())
     for name in left:
         what = "goes nowhere" if name in sources else "is made by a rule and goes nowhere"
         yield finding(
@@ -185,14 +189,15 @@ def _kept(finding: Any, site: Site, kept: Mapping[str, str], config: Any) -> Ite
             "portability",
         )
         return
-    for original, name in renamed.items():
-        if name not in made:
-            yield finding(
-                "names",
-                f"`{starred(original)}` stays as it is in `{layout}`, as `{_below(name, first)}`, without a rule: "
-                "add a WeightRenaming, or transformers' own loader leaves it unfilled",
-                "portability",
-            )
+    bare = [original for original, name in renamed.items() if name not in made]
+    if bare:
+        more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
+        yield finding(
+            "names",
+            f"`{layout}` keeps `{starred(bare[0])}`{more} as `{_below(renamed[bare[0]], first)}` without a rule: "
+            "add a WeightRenaming, or transformers' own loader leaves it unfilled",
+            "portability",
+        )
 
 
 def _all_meta(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -237,15 +242,18 @@ def _elsewhere(
         return Finding(check, "portability", message, kernel.name)
 
     inside = tuple(f"{path}." for place in places for path in place.paths)
-    for rule in kernel.rules:
-        hit = [name for name in everything if not name.startswith(inside) and _hits(rule, name)]
-        if hit:
-            more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
-            yield finding(
-                "towers",
-                f"the rule `{rule.source_patterns[0]}` → `{rule.target_patterns[0]}` also hits `{hit[0]}`{more}, which "
-                f"`{kernel.name}` does not replace: write more of the path into its source",
-            )
+    outside = [name for name in everything if not name.startswith(inside)]
+    hits = [(rule, [name for name in outside if _hits(rule, name)]) for rule in kernel.rules]
+    strays = [(rule, names) for rule, names in hits if names]
+    if strays:
+        rule, names = strays[0]
+        count = sum(len(names) for _, names in strays) - 1
+        more = f" (and, with the other rules, {count} more)" if count else ""
+        yield finding(
+            "towers",
+            f"the rule `{rule.source_patterns[0]}` → `{rule.target_patterns[0]}` also hits `{names[0]}`{more}, which "
+            f"`{kernel.name}` does not replace: write more of the path into its source",
+        )
     yield from _own_converters(root, kernel, everything, finding)
     lines: dict[str, None] = {}
     config = getattr(root, "config", None)

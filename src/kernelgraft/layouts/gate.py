@@ -142,8 +142,8 @@ def _trained(
         own, off = _error(wanted.gradients[name], theirs, least), _error(gradients[name], theirs, least)
         if not off <= 2 * FACTOR * own + FLOOR_EPS * eps:
             gone = not bool(gradients[name].any()) and bool(theirs.any())
-            said = "no gradient reaches" if gone else f"a gradient moves by {off:.1e} (relative RMSE):"
-            return [finding("training", f"with {who} {said} `{name}`: {mend}")]
+            said = "is gone" if gone else f"moves by {off:.1e} (relative RMSE)"
+            return [finding("training", f"with {who} the gradient of `{name}` {said}: {mend}")]
     return []
 
 
