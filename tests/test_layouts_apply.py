@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from layout_samples import (
 from torch import nn
 from transformers import AutoModelForCausalLM, Concatenate, WeightConverter
 from transformers.conversion_mapping import WeightRenaming
+from transformers.models.llama import modeling_llama
 
 from kernelgraft.errors import ConflictError, GraftError, UsageError
 from kernelgraft.layouts.applying import apply_layouts, find_layouts
@@ -347,6 +349,79 @@ def test_hidden_states_and_attentions_are_recorded() -> None:
         assert len(got[kind]) == len(wanted[kind])
         for one, other in zip(got[kind], wanted[kind], strict=True):
             assert torch.equal(one, other)
+
+
+class AttentionLayout(nn.Module):
+    """One projection for q, k and v inside the attention: a string key, of unequal parts."""
+
+    conversion_mapping: ClassVar = [
+        WeightConverter(
+            [f"self_attn.{name}_proj.weight" for name in "qkv"], "self_attn.qkv_proj.weight", [Concatenate(dim=0)]
+        )
+    ]
+
+    def __init__(self, config: Any, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.sizes = [config.head_dim * n for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
+        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=False)
+
+
+class Attention(nn.Module):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.config.head_dim)
+        query, key, value = (
+            part.view(shape).transpose(1, 2) for part in self.qkv_proj(hidden_states).split(self.sizes, -1)
+        )
+        query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        scaling = self.config.head_dim**-0.5
+        output, weights = modeling_llama.eager_attention_forward(self, query, key, value, attention_mask, scaling)
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class OldAttention(nn.Module):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        return Attention.forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+def test_an_attention_layout_decodes_saves_and_is_recorded(tmp_path: Path) -> None:
+    model = tiny("llama")
+    state, tokens = bits(model), generated(model)
+    wanted = model(IDS, output_attentions=True).attentions
+    own = type(model.model.layers[0].self_attn)
+    if "cache" not in inspect.signature(own.forward).parameters:
+        pytest.skip("this transformers calls it past_key_values")
+    with pytest.raises(UsageError, match="`cache`"):
+        apply(model, [loaded("Attention", OldAttention, AttentionLayout)])
+    applied = apply(model, [loaded("Attention", Attention, AttentionLayout)])
+    attention = model.model.layers[0].self_attn
+    assert attention.qkv_proj.weight.shape == (64, 32) and isinstance(attention, own)
+    assert torch.equal(generated(model), tokens)
+    got = model(IDS, output_attentions=True).attentions
+    assert len(got) == 2 and all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    model.save_pretrained(tmp_path)
+    assert_same(bits(reloaded(tmp_path)), state)
+    assert torch.equal(generated(copy.deepcopy(model)), tokens)
+    applied.revert()
+    assert_same(bits(model), state)
+    assert len(model(IDS, output_attentions=True).attentions) == 2
+
+
+def test_reverting_what_was_offloaded_since_is_refused(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny()
+    before = logits(model)
+    applied = apply(model, EVERYTHING)
+    accelerate.dispatch_model(model, {"model": "disk", "lm_head": "cpu"}, main_device="cpu", offload_dir=str(tmp_path))
+    with pytest.raises(GraftError, match="is offloaded"):
+        applied.revert()
+    accelerate.hooks.remove_hook_from_submodules(model)
+    applied.revert()
+    assert torch.equal(logits(model), before)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
@@ -695,3 +770,37 @@ def test_overlapping_fusions_are_refused() -> None:
         apply(tiny(), [FUSED, samples.ADDED])
     with pytest.raises(ConflictError, match="lies inside"):
         apply(tiny(), [FUSED, MERGED_GATE_UP])
+
+
+# --- meaning: what the checks find is refused before anything is changed ---
+
+
+@pytest.mark.parametrize("kernels", [(RENAME, FUSED), EVERYTHING], ids=["chain", "everything"])
+def test_kernels_that_mean_the_same_pass_the_check(kernels: Sequence[LoadedKernel]) -> None:
+    model = tiny()
+    before = logits(model)
+    with apply_layouts(model, kernels):
+        assert torch.equal(logits(model), before)
+
+
+def test_a_chain_that_is_none_in_this_model_is_refused() -> None:
+    model = tiny("olmo2")
+    modules = dict(model.named_modules())
+    with pytest.raises(GraftError, match="post_attention_layernorm"):
+        apply_layouts(model, [FUSED])
+    assert dict(model.named_modules()) == modules
+    key = (("RMSNorm", "model.layers.*.input_layernorm"), samples.NORM_MLP[1])
+
+    class WrongPairLayout(samples.RMSNormMLPLayout):
+        conversion_mapping: ClassVar = [
+            WeightRenaming("input_layernorm.weight", "input_layernorm.scale"),
+            WeightConverter(
+                ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+                "input_layernorm.gate_up_proj.weight",
+                [Concatenate(dim=0)],
+            ),
+            WeightRenaming("mlp.down_proj.weight", "input_layernorm.down_proj.weight"),
+        ]
+
+    with pytest.raises(GraftError, match="input_layernorm"):
+        apply_layouts(tiny(), [loaded(key, samples.RMSNormMLP, WrongPairLayout)])

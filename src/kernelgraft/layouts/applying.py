@@ -156,7 +156,9 @@ def _loaded(root: nn.Module, kernels: Any) -> tuple[LoadedKernel, ...]:
 
 
 def _refuse_findings(root: nn.Module, loaded: Sequence[LoadedKernel]) -> None:
-    return None
+    from kernelgraft.layouts.checking import check, refuse  # it tries kernels on a small model through this module
+
+    refuse(check(loaded, root))
 
 
 def _marked(model: nn.Module) -> list[AppliedLayouts]:

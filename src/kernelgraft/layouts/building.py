@@ -34,10 +34,13 @@ class Built:
     """Ids of the original modules and parameters that it holds."""
 
 
-def build(place: Place, children: Sequence[nn.Module]) -> Built:
-    """The Layout of a place. Raises UsageError, naming the Layout, if its `__init__` cannot be run."""
+def build(place: Place, children: Sequence[nn.Module], *, passes_for: type[nn.Module] | None = None) -> Built:
+    """The Layout of a place. Raises UsageError, naming the Layout, if its `__init__` cannot be run.
+
+    To `isinstance` it is also a `passes_for`: the class whose outputs the model records.
+    """
     kernel = place.kernel
-    owner = layout_class(kernel)
+    owner = layout_class(kernel, passes_for)
     hollow = _Hollow(children)
     try:
         if kernel.entry.is_fusion:
@@ -63,21 +66,23 @@ def build(place: Place, children: Sequence[nn.Module]) -> Built:
     return Built(layout, kept)
 
 
-_classes: dict[tuple[int, int, str], type[nn.Module]] = {}
+_classes: dict[tuple[int, int, int, bool], type[nn.Module]] = {}
 
 
-def layout_class(kernel: LoadedKernel) -> type[nn.Module]:
+def layout_class(kernel: LoadedKernel, passes_for: type[nn.Module] | None = None) -> type[nn.Module]:
     """The Layout with the kernel's forward: a subclass, one for each pair; the package's classes stay as they are."""
     layout = kernel.layout
     if layout is None:
         raise UsageError(f"`{kernel.name}` has no `{kernel.name}Layout` beside it, which a fusion needs; add one")
     parallel = kernel.entry.is_fusion and kernel.fusion == "parallel"
-    key = (id(kernel.kernel), id(layout), "parallel" if parallel else "")
+    key = (id(kernel.kernel), id(layout), id(passes_for), parallel)
     if key not in _classes:
         own = layout.forward if layout.forward is not nn.Module.forward else None
         forward = kernel_forward(kernel, own)
-        # The pair is in the body so that it lives as long as its ids are in use.
-        body: dict[str, Any] = {"forward": forward, "_kernelgraft_pair": (kernel.kernel, layout)}
+        # The classes are in the body so that they live as long as their ids are in use.
+        body: dict[str, Any] = {"forward": forward, "_kernelgraft_classes": (kernel.kernel, layout, passes_for)}
+        if passes_for is not None:
+            body["__class__"] = property(lambda self: passes_for)
         if parallel:
             body = {**body, "forward": SharedPart.first, "_kernelgraft_whole": forward}
         body.update(__module__=layout.__module__, __doc__=layout.__doc__, __qualname__=layout.__qualname__)

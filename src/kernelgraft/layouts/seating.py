@@ -88,6 +88,8 @@ class Seat:
         originals = _originals(self.place, self.children)
         conversion = self.names.conversion
         values = {key: there[name] for key, name in self.new.items()}
+        if away := [k for k, t in values.items() if t.is_meta and not any(o.is_meta for o in originals.values())]:
+            raise GraftError(f"`{away[0]}` is offloaded; take accelerate's hooks off the model first")
         gradients = {key: t.grad for key, t in values.items() if t.grad is not None}
         back, grads = conversion.backward(values), conversion.backward(gradients)
         trained = {
@@ -116,7 +118,12 @@ def draft(root: nn.Module, place: Place) -> Seat:
             raise UsageError(f"{drift}: `{place.paths[0]}` would be called wrongly; take a kernel of that signature")
         if kernel.layout is None:
             return Seat(place, parent, children)
-    built = building.build(place, children)
+    recorded = _recorded(root, children)
+    if recorded is not None and kernel.entry.is_fusion:
+        raise UsageError(
+            f"the model records the outputs of `{recorded.__name__}`, which `{kernel.name}` would take in; leave it out"
+        )
+    built = building.build(place, children, passes_for=recorded)
     hooks.check(place, children, built.kept)
     originals = _originals(place, children)
     here = _state(built.layout, f"{place.paths[0]}.")
@@ -134,6 +141,18 @@ def draft(root: nn.Module, place: Place) -> Seat:
     residual = kernel.entry.is_fusion and kernel.fusion == "residual"
     forward = with_addition(parent, place) if residual else None
     return Seat(place, parent, children, built.layout, names, new, forward)
+
+
+def _recorded(root: nn.Module, children: Sequence[nn.Module]) -> type[nn.Module] | None:
+    """The class of a child by which transformers finds what to record (attentions, hidden states, router logits)."""
+    classes: list[type[nn.Module]] = []
+    for module in root.modules():
+        for asked in (getattr(module, "_can_record_outputs", None) or {}).values():
+            for one in asked if isinstance(asked, (list, tuple)) else [asked]:
+                found = getattr(one, "target_class", one)
+                if isinstance(found, type):
+                    classes.append(found)
+    return next((type(child) for child in children if isinstance(child, tuple(classes))), None)
 
 
 def seat(root: nn.Module, draft: Seat) -> None:
