@@ -64,17 +64,23 @@ def match(model: nn.Module, loaded: Sequence[LoadedKernel]) -> Matching:
     owner = {path: place for group in fused.values() for place in group for path in place.paths}
 
     single: dict[int, list[Place]] = {}
-    exact: dict[str, Place] = {}
-    for index, kernel in enumerate(loaded):
-        if not kernel.entry.is_fusion:
-            single[index] = _singles(kernel, modules, owner, untouched)
-            for place in single[index]:
-                path = place.paths[0]
-                if path in exact:
-                    other = exact[path].kernel.entry.key
-                    both = f"the keys `{other}` and `{kernel.entry.key}`"
-                    raise ConflictError(f"`{path}` is matched by {both}; make one of them exact")
-                exact[path] = place
+    holders: dict[str, Place] = {}
+    # A key that is the name of the class goes before one that is found in it.
+    order = sorted(range(len(loaded)), key=lambda i: not _names_a_class(loaded[i], modules))
+    for index in (i for i in order if not loaded[i].entry.is_fusion):
+        kernel = loaded[index]
+        single[index] = []
+        for place in _singles(kernel, modules, owner, untouched):
+            path = place.paths[0]
+            held = holders.setdefault(path, place)
+            if held is place:
+                single[index].append(place)
+            elif _names_a_class(held.kernel, modules) and not _names_a_class(kernel, modules):
+                reason = f"the key `{held.kernel.entry.key}` names its class"
+                untouched.append(Untouched(path, type(modules[path]).__name__, kernel.name, reason))
+            else:
+                both = f"the keys `{held.kernel.entry.key}` and `{kernel.entry.key}`"
+                raise ConflictError(f"`{path}` is matched by {both}; make one of them the name of the class")
     found = [place for index in range(len(loaded)) for place in (*fused.get(index, ()), *single.get(index, ()))]
     _refuse_overlaps(found)
     return Matching(tuple(found), tuple(untouched))
@@ -112,6 +118,12 @@ def _compiled(wanted: str) -> re.Pattern[str]:
 def _split(path: str) -> tuple[str, str]:
     parent, _, name = path.rpartition(".")
     return parent, name
+
+
+def _names_a_class(kernel: LoadedKernel, modules: dict[str, nn.Module]) -> bool:
+    """Whether a string key is the name of a class of the model."""
+    wanted = kernel.entry.parts[0].class_name
+    return not kernel.entry.is_fusion and any(type(module).__name__ == wanted for module in modules.values())
 
 
 def _singles(
