@@ -108,6 +108,13 @@ def fingerprint(module: str) -> str:
     """The hash of a kernel module's kernels, `sha256:…`; an empty string if there is no such module."""
     if _file(module) is None:
         return ""
+    found = sorted((name, code) for (_, name), code in reached(module).items())  # wherever it stands
+    text = "\n".join(f"{name}\n{code}" for name, code in found)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def reached(module: str) -> dict[tuple[str, str], str]:
+    """The code that counts, by module and name."""
     sources: dict[str, _Source] = {}
 
     def source(name: str) -> _Source | None:
@@ -131,5 +138,4 @@ def fingerprint(module: str) -> str:
             continue
         codes[place] = held.code(place[1])
         waiting += [(other or place[0], name) for other, name in held.reached(place[1])]
-    text = "\n".join(f"{where}.{name}\n{codes[where, name]}" for where, name in sorted(codes))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return codes

@@ -20,6 +20,7 @@ from kernelgraft.kernels.access import LOAD, TMA, fitting
 from kernelgraft.kernels.examples import Example
 from kernelgraft.kernels.qk_norm_rope_tiles import FLOAT32, OF_INPUT, OF_WEIGHT, qk_norm_rope_kernel
 from kernelgraft.kernels.rms_norm import gradients, rounding
+from kernelgraft.kernels.rope_gradient import untwist
 
 MEMORY = ("heads", "length")
 """Which of the two axes is the outer one in the results' memory."""
@@ -360,7 +361,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
     found: list[torch.Tensor | None] = [None] * 4
     for place, (x, scale, grad) in enumerate(zip((q, k), (q_weight, k_weight), grads, strict=False)):
         if grad is not None:
-            up = rope.untwist(grad if setting.row_axis == 2 else grad.transpose(1, 2), cos, sin, turn, False)
+            up = untwist(grad if setting.row_axis == 2 else grad.transpose(1, 2), cos, sin, turn, False)
             wanted = ctx.needs_input_grad[2 + place]
             found[place], found[2 + place] = gradients(x, scale, up, ctx.eps, setting.offset, wanted)
     return *found, *[None] * (3 + len(ctx.words))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from kernelgraft.kernels import rope, rows
+from kernelgraft.kernels import rope_tiles, rows
 from kernelgraft.kernels.access import BARE, TMA, ZERO
 
 OF_INPUT, OF_WEIGHT, FLOAT32 = 0, 1, 2
@@ -91,8 +91,8 @@ def load_turns(cos, sin, lead, row, PAIRS, SPAN, ROWS, ACCESS):
             alternate_turns(sin, lead, row, 1, LENGTH, TILE, ROWS),
         )
     else:
-        found = rope.table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
-        found += rope.table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
+        found = rope_tiles.table(cos, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
+        found += rope_tiles.table(sin, lead, row, FULL, PAIRS_OUT, LENGTH, TILE, ROWS, ACCESS)
     turns = ()
     for i in ct.static_iter(range(4)):
         if ROUND_PRODUCTS:
@@ -112,9 +112,11 @@ def load_heads(x, lead, head, row, PAIRS, SPAN, SEAT, HEADS):
             places, inside = alternate_places(lead, head, row, START, parity, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
             found += (ct.gather(x, places, mask=inside, padding_value=0),)
     else:
-        found = rope.parts(x, lead, head, row, START, 0, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
+        found = rope_tiles.parts(x, lead, head, row, START, 0, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
     if REST > 0:
-        rest = rope.channels(x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS)
+        rest = rope_tiles.channels(
+            x, lead, head, row, REST_START, REST, REST_TILE, HEADS, ROWS, HEAD_AXIS, ROW_AXIS, ACCESS
+        )  # fmt: skip
         found += (rest,)
     return found
 
@@ -162,11 +164,11 @@ def finish(pieces, scales, turns, x, weight, y, eps, width, lead, head, row, NOR
         places, inside = alternate_places(lead, head, row, START, 1, LENGTH, TILE, HEADS, ROWS, HEAD_AXIS)
         ct.scatter(y, places, ct.astype(second, y.dtype), mask=inside)
     else:
-        rope.put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
-        rope.put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
+        rope_tiles.put(y, first, lead, head, row, START, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
+        rope_tiles.put(y, second, lead, head, row, START + LENGTH, LENGTH, TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
     if REST > 0:
         rest = normed(2, pieces, scales, x, weight, factor, NORM, REST_TILE)
-        rope.put(y, rest, lead, head, row, REST_START, REST, REST_TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
+        rope_tiles.put(y, rest, lead, head, row, REST_START, REST, REST_TILE, HEAD_AXIS, ROW_AXIS, ACCESS)
 
 
 def some_heads(x, weight, y, turns, eps, width, lead, head, row, NORM, PAIRS, SPAN, SEAT, HEADS):

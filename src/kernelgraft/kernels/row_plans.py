@@ -191,6 +191,8 @@ def choose(kernel: str, rows: int, width: int, itemsize: int, device: int) -> Ro
 def default(kernel: str, rows: int, width: int) -> RowTuning:
     """The choices where nothing is tuned."""
     if rows * width <= SMALL_ELEMENTS:
+        if width <= 256:  # heads: a block of one is mostly waiting
+            return dataclasses.replace(SMALL, rows=8)
         return SMALL if width < 2048 else dataclasses.replace(SMALL, worker_warps=8)
     # Two reductions one after the other: the blocks beside it fill the time.
     return dataclasses.replace(LARGE, occupancy=16) if kernel == "layer_norm" else LARGE
