@@ -342,6 +342,8 @@ def test_threads_import_a_package_once(tmp_path: Path) -> None:
         thread.join()
     assert len(found) == 4
     assert len(set(found)) == 1
+    folder = locate(entry.source).folder
+    assert packages._import(folder, entry) is packages._import(folder, entry) is sys.modules[found[0].__module__[:-7]]
 
 
 def test_a_package_is_read_where_transformers_is_not(tmp_path: Path) -> None:
@@ -380,6 +382,25 @@ def test_every_kernel_of_a_set_for_a_device(tmp_path: Path) -> None:
         load_all({})
 
 
+def test_objects_and_folders_of_kernels_itself(cache: Path, tmp_path: Path) -> None:
+    kernels = pytest.importorskip("kernels", reason="the package `kernels` is not installed")
+    root = write_build(tmp_path / "k")
+    local = kernels.LocalLayerRepository(root, layer_name="Scale")
+    mine = load(entry_of(local))
+    theirs = local.load()
+    assert mine.kernel is not theirs, "each has its own import"
+    assert (mine.kernel.__name__, mine.location) == (theirs.__name__, (root / "build" / "torch-universal").resolve())
+    hub = kernels.LayerRepository("owner/scale", layer_name="Scale", version=1, trust_remote_code=True)
+    assert load(entry_of(hub)).commit == SHA
+    lock = tmp_path / "kernels.lock"
+    lock.write_text(json.dumps([{"dependency": {"repo-id": "owner/scale", "version": 1}, "lock": {"commit": SHA}}]))
+    locked = kernels.LockedLayerRepository("owner/scale", lockfile=lock, layer_name="Scale", trust_remote_code=True)
+    assert load(entry_of(locked), pinned=True).commit == SHA
+    config = KernelConfig({})
+    config.update_kernel("owner/scale", "RMSNorm", "Scale", "cpu", kernels.Mode.INFERENCE, trust_remote_code=True)
+    assert [loaded.commit for loaded in load_all(config, device="cpu")] == [SHA]
+
+
 # --- rules of a package ---
 
 BAD_LAYERS = [
@@ -388,7 +409,7 @@ BAD_LAYERS = [
     (
         "Scale",
         LAYERS.replace("class Scale(nn.Module):", "class Scale(nn.Module):\n    def __init__(self): ..."),
-        "__init__",
+        "has an __init__: a kernel has no state",
     ),
     (
         "Scale",
@@ -626,6 +647,7 @@ def test_the_cache_is_the_usual_one_unless_told(monkeypatch: pytest.MonkeyPatch)
 # --- variants ---
 
 GPU = Host("cuda", (12, 8), (2, 13), True, None, "x86_64", "linux")
+XPU = Host("xpu", (2025, 2), (2, 13), True, None, "x86_64", "linux")
 CPU = Host("cpu", None, (2, 13), True, None, "x86_64", "linux")
 
 
@@ -653,6 +675,11 @@ CPU = Host("cpu", None, (2, 13), True, None, "x86_64", "linux")
             "torch-stable-abi210-cpu-x86_64-linux",
         ),
         (["torch-stable-abi214-cpu-x86_64-linux", "torch-cpu"], CPU, "torch-cpu"),
+        (
+            ["torch213-xpu20252-x86_64-linux", "torch213-cxx11-xpu20252-x86_64-linux"],
+            XPU,
+            "torch213-xpu20252-x86_64-linux",
+        ),
         (["torch213-cxx11-cu129-x86_64-linux"], GPU, None),
         (["torch213-cxx11-cu118-x86_64-linux"], GPU, None),
         (["torch212-cxx11-cpu-x86_64-linux"], CPU, None),
