@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, revert_weight_conversion
 
 from kernelgraft.errors import UsageError
 from kernelgraft.layouts.building import Built, build
@@ -290,19 +291,24 @@ def _used(rules: Sequence[Any], names: Mapping[str, Any]) -> list[Any]:
 
 
 def _own_converters(root: nn.Module, kernel: LoadedKernel, everything: Tensors, finding: Any) -> Iterator[Finding]:
-    """Renamings that take names of the checkpoint which the model's own converters need."""
+    """Renamings, which run first, that take names of the checkpoint away from the model's own converters."""
+    own = [rule for rule in get_model_conversion_mapping(root) if isinstance(rule, WeightConverter)]
+    if not own:
+        return
     try:
         checkpoint: dict[str, Any] = revert_weight_conversion(root, dict(everything))
     except Exception:  # a model whose conversion cannot run without its weights tells nothing here
         return
-    for rule in kernel.rules:
-        taken = [n for n in checkpoint if n not in everything and isinstance(rule, WeightRenaming) and _hits(rule, n)]
-        if taken:
-            yield finding(
-                "towers",
-                f"the rule `{rule.source_patterns[0]}` → `{rule.target_patterns[0]}` takes `{starred(taken[0])}` of "
-                "the checkpoint away from the model's own converters: write more of the path into its source",
-            )
+    for rule in (one for one in kernel.rules if isinstance(one, WeightRenaming)):
+        for name in (name for name in checkpoint if any(_hits(one, name) for one in own)):
+            renamed = copy.deepcopy(rule).rename_source_key(name)[0]
+            if not any(_hits(one, renamed) for one in own):
+                yield finding(
+                    "towers",
+                    f"the rule `{rule.source_patterns[0]}` → `{rule.target_patterns[0]}` takes `{starred(name)}` of "
+                    "the checkpoint away from the model's own converters: write more of the path into its source",
+                )
+                return
 
 
 def _hits(rule: Any, name: str) -> bool:
