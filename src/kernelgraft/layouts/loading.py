@@ -51,6 +51,7 @@ _WEIGHTS_ONLY = (
     "device_mesh",
     "low_cpu_mem_usage",
 )
+_PLACING = ("device_map", "max_memory", "offload_folder", "offload_buffers")
 # One at a time: torch's default dtype is the process's while transformers builds a model.
 _loading = threading.RLock()
 
@@ -82,8 +83,18 @@ def from_pretrained(auto_class: Any, path: Any, *, kernels: Any, check: bool = T
             refuse(find_faults(loaded, skeleton, device=device))
         del skeleton
         result = auto_class.from_pretrained(path, **kwargs)
-        model = result[0] if isinstance(result, tuple) else result
-        apply_layouts(model, chosen, check=False)
+        model = _model_of(result)
+        if not _is_offloaded(model, loaded):
+            apply_layouts(model, chosen, check=False)
+            return result
+        # Rules want values. So once more into memory, and what was to be offloaded is offloaded with the kernels on it.
+        device_map = model.hf_device_map
+        del model, result
+        options = {name: value for name, value in kwargs.items() if name not in _PLACING}
+        result = auto_class.from_pretrained(path, **options)
+        model = _model_of(result)
+        apply_layouts(model, loaded, check=False)
+        _dispatch(model, device_map, kwargs.get("offload_folder"), bool(kwargs.get("offload_buffers")))
     return result
 
 
@@ -117,6 +128,31 @@ def refuse_quantised(model: nn.Module, loaded: Sequence[LoadedKernel], given: An
                     else "`quantization_config` quantises it while loading; load without it and quantise afterwards"
                 )
                 raise UsageError(f"`{path}`, which `{place.kernel.name}` takes, holds linears, and {how}")
+
+
+def _model_of(result: Any) -> PreTrainedModel:
+    model: PreTrainedModel = result[0] if isinstance(result, tuple) else result
+    return model
+
+
+def _is_offloaded(model: PreTrainedModel, loaded: Sequence[LoadedKernel]) -> bool:
+    """Whether a device map put tensors that kernels take to the disk, or to where they are only fetched from."""
+    if not getattr(model, "hf_device_map", None):
+        return False
+    taken = [path for place in places(model, loaded) for path in place.paths]
+    return any(parameter.is_meta for path in taken for parameter in model.get_submodule(path).parameters())
+
+
+def _dispatch(model: PreTrainedModel, device_map: Any, folder: Any, buffers: bool) -> None:
+    """What transformers does after a load with a device map."""
+    if "disk" in device_map.values() and folder is None:
+        raise UsageError(
+            "a part of the model goes to the disk with kernels on it; give `offload_folder` to write it to"
+        )
+    from accelerate import dispatch_model
+
+    skipped = model._skip_keys_device_placement
+    dispatch_model(model, device_map=device_map, offload_dir=folder, offload_buffers=buffers, skip_keys=skipped)
 
 
 def _configuration(auto_class: Any, path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
