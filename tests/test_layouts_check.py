@@ -291,8 +291,10 @@ def test_a_dollar_in_a_rule_would_be_saved_elsewhere(llama: PreTrainedModel, tmp
     found = check({"RMSNorm": f"{write_package(tmp_path)}:ScaledNorm"}, llama)
     assert errors(found) == []
     (fault,) = [f for f in found if f.check == "save"]
-    assert "norm.weight$`" in str(fault)
+    assert "weight$`" in str(fault)
     assert "leave `$` out" in str(fault)
+    plain = write_package(tmp_path / "plain", LAYERS.replace('"weight$"', '"weight"'))
+    assert not [f for f in check({"RMSNorm": f"{plain}:ScaledNorm"}, llama) if f.check == "save"]
 
 
 def test_a_rule_that_hits_another_tower(tmp_path: Path) -> None:

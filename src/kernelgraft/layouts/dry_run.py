@@ -267,11 +267,16 @@ def _elsewhere(
             yield finding("save", f"`save_pretrained` of transformers fails for `{kernel.name}`: {in_one_line(error)}")
             return
         lines.update(dict.fromkeys(sorted(differences(before, back))))
+    dollars = [pattern for rule in kernel.rules for pattern in rule.source_patterns if "$" in pattern]
     if lines:
         yield finding(
             "save",
             f"transformers' own `save_pretrained` loses what `{kernel.name}Layout` merges or renames: "
             f"{'; '.join(list(lines)[:3])}; {_mend(kernel)}",
+        )
+    elif dollars:
+        yield finding(
+            "save", f"some versions of transformers save names with the `$` of `{dollars[0]}`: {_mend(kernel)}"
         )
 
 
