@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "AppliedLayouts",
     "Entry",
+    "Finding",
     "KernelSet",
     "LoadedKernel",
     "Part",
     "Place",
+    "SizedConcatenate",
     "Source",
     "apply_layouts",
+    "check",
     "find_layouts",
     "from_pretrained",
     "load",
@@ -28,21 +31,27 @@ __all__ = [
 
 if TYPE_CHECKING:
     from kernelgraft.layouts.applying import AppliedLayouts, apply_layouts, find_layouts
+    from kernelgraft.layouts.checking import check
+    from kernelgraft.layouts.findings import Finding
     from kernelgraft.layouts.kernel_set import KernelSet
     from kernelgraft.layouts.loading import from_pretrained
     from kernelgraft.layouts.locating import locate
     from kernelgraft.layouts.packages import load, load_all, signature_drift
     from kernelgraft.layouts.records import Entry, LoadedKernel, Part, Place, Source
+    from kernelgraft.layouts.rules import SizedConcatenate
 
 _HOMES = {
     "AppliedLayouts": "applying",
     "Entry": "records",
+    "Finding": "findings",
     "KernelSet": "kernel_set",
     "LoadedKernel": "records",
     "Part": "records",
     "Place": "records",
+    "SizedConcatenate": "rules",
     "Source": "records",
     "apply_layouts": "applying",
+    "check": "checking",
     "find_layouts": "applying",
     "from_pretrained": "loading",
     "load": "packages",
