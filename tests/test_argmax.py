@@ -38,6 +38,12 @@ def fresh() -> Iterator[None]:
         module._ready.cache_clear()
 
 
+def spare(device: str, needless: bool) -> None:
+    """Leave a variant out on a GPU, where each is compiled for about a second."""
+    if device == "cuda" and needless:
+        pytest.skip("other variants of it run on the GPU")
+
+
 def draw(*shape: int, dtype: torch.dtype = F32, device: str = "cpu", seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     """Normal values, the same on every device."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
@@ -57,6 +63,7 @@ def numbers(rows: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
     "shape", [(1, 9001), (3, 1021), (5, 17), (2, 2, 300), (1, 1), (140, 40), (7,), (0, 5), (2, 0, 5)], ids=str
 )
 def test_the_largest_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    spare(device, dtype is F16 and shape[0] != 3)
     x = draw(*shape, dtype=dtype)
     found = argmax(x.to(device))
     assert found.dtype is torch.int64
@@ -120,6 +127,9 @@ def test_a_choice_changes_no_index(
     for rows, width in ((1, 5000), (150, 300)):
         x = draw(rows, width, dtype=BF16)
         assert torch.equal(argmax(x.to(device)).cpu(), x.argmax(-1))
+        ties = x.clamp(max=1.0)
+        ties[:, : width // 3] = 0.0
+        assert torch.equal(argmax(ties.to(device)).cpu(), ties.argmax(-1))
 
 
 def test_rows_beyond_an_int32_are_split(device: str, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
@@ -176,6 +186,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_float64(case: str, dtype: torch.dtype, device: str) -> None:
+    spare(device, dtype is not F32 and case not in ("few", "most"))
     shape, words = CASES[case]
     logits = draw(*shape, dtype=dtype, scale=3.0)
     for seed in range(3 if shape[1] < 1000 or device == "cuda" else 1):

@@ -51,6 +51,12 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choice | None]
     forget()
 
 
+def spare(device: str, needless: bool) -> None:
+    """Leave a variant out on a GPU, where each is compiled for about a second."""
+    if device == "cuda" and needless:
+        pytest.skip("other variants of it run on the GPU")
+
+
 def draw(*shape: int, dtype: torch.dtype = F32, device: str = "cpu", seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     """Normal values, the same on every device."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
@@ -101,6 +107,8 @@ WORDS: list[dict[str, Any]] = [
     {"reduction": "mean", "scale": 2.0, "softcap": 5.0, "ignore_index": 7},
 ]
 
+ON_GPU = [(F32, "default", 1), (BF16, "default", 0), (BF16, "chunks", 3), (F16, "default", 2), (BF16, "fused", 1)]
+
 
 @pytest.mark.parametrize("words", WORDS, ids=str)
 @pytest.mark.parametrize("choice", CHOICES)
@@ -108,6 +116,8 @@ WORDS: list[dict[str, Any]] = [
 def test_losses_and_gradients(
     dtype: torch.dtype, choice: str, words: dict[str, Any], device: str, choose: Callable[[Choice | None], None]
 ) -> None:
+    turn = WORDS.index(words)
+    spare(device, (dtype, choice, turn) not in ON_GPU)
     choose(CHOICES[choice])
     hidden, weight, labels = inputs(20, 301, 72, dtype, device, words.get("ignore_index", -100))
     ours = [x.clone().requires_grad_() for x in (hidden, weight)]
@@ -124,6 +134,7 @@ def test_losses_and_gradients(
 
 @pytest.mark.parametrize("size", [(1, 40, 16), (3, 17, 5), (40, 1000, 33), (130, 50, 64)], ids=str)
 def test_odd_sizes(size: tuple[int, int, int], device: str) -> None:
+    spare(device, size[0] in (1, 130))
     for dtype in (F32, BF16):
         hidden, weight, labels = inputs(*size, dtype, device)
         close(cross_entropy(hidden, weight, labels), exact(hidden, weight, labels), F32, roundings=16)
@@ -179,6 +190,17 @@ def test_extreme_logits(device: str) -> None:
     spoilt[1, 3], spoilt[3, 0] = float("nan"), float("inf")
     found = cross_entropy(spoilt, weight, labels, reduction="none")
     assert found.isnan().tolist() == exact(spoilt, weight, labels, reduction="none").isnan().tolist()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_words_that_cannot_come(choice: str, device: str, choose: Callable[[Choice | None], None]) -> None:
+    spare(device, choice == "fused")
+    choose(CHOICES[choice])
+    hidden, weight, labels = inputs(20, 301, 32, F32, device)
+    hidden[:, 0], labels = hidden[:, 0].abs() + 0.5, labels.clamp(min=-100, max=300)
+    weight[:140, 0] = float("-inf")  # more words than a chunk or a tile has
+    labels = torch.where(labels >= 0, labels.clamp(min=140), labels)
+    close(cross_entropy(hidden, weight, labels), exact(hidden, weight, labels), F32, roundings=16)
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=str)
@@ -247,7 +269,7 @@ def test_the_op() -> None:
 
 def test_examples_run_and_the_spaces_are_valid(device: str) -> None:
     for example in module.examples():
-        if device == "cuda" or example.name.startswith("57"):
+        if example.name.startswith("57") or (device == "cuda" and example.name.startswith(("16 ", "4096"))):
             assert all(x.isfinite().all() for x in example.run(device) if x.dim())
     for shape in ((4096, 128256, 2048), (16, 128256, 2048)):
         for dtype in (BF16, F32):
