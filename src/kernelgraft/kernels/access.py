@@ -15,7 +15,7 @@ ZERO = ct.PaddingMode.ZERO
 LOAD, TMA, GATHER, UNCHECKED, BARE = 0, 1, 2, 3, 4
 """How a kernel reads and writes; the result is the same.
 
-Where no tile ends beyond its tensor, BARE stands for LOAD and UNCHECKED for GATHER: a third of the instructions.
+Where no tile ends beyond its tensor, BARE stands for LOAD and UNCHECKED for GATHER: half of the instructions.
 """
 
 
