@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +453,33 @@ def test_a_kernel_that_raises(llama: PreTrainedModel, tmp_path: Path) -> None:
     assert fault.check == "numbers"
     assert "AttributeError" in str(fault)
     assert "`act`" in str(fault) or "'act'" in str(fault)
+
+
+@pytest.mark.parametrize(
+    "body", ["normed(hidden_states, self.weight, self.variance_epsilon)", "hidden_states * self.weight"]
+)
+def test_a_kernel_for_short_dtypes_only(body: str, tmp_path: Path) -> None:
+    guard = "assert hidden_states.dtype == torch.bfloat16, 'only bfloat16'"
+    right = "        return normed(hidden_states, self.weight, self.variance_epsilon)"
+    layers = LAYERS.replace(right, f"        {guard}\n        return {body}", 1)
+    config = tiny("llama").config
+    kernels = {"RMSNorm": f"{write_package(tmp_path, layers)}:PlainNorm"}
+    assert "only bfloat16" in str(only(check(kernels, config)))
+    config.dtype = torch.bfloat16
+    found = check(kernels, config)
+    if body.startswith("normed"):
+        assert [f.severity for f in found] == ["note"]
+        assert "bfloat16" in str(found[0])
+    else:
+        assert only(found).check == "numbers"
+
+
+def test_two_threads_check_at_once(tmp_path: Path) -> None:
+    place = write_package(tmp_path)
+    cases = [(NORM_MLP, "llama", 0), (NORM_MLP, "olmo2", 1)] * 2
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda case: check({case[0]: f"{place}:NormMLP"}, tiny(case[1])), cases))
+    assert [len(errors(one)) for one in found] == [case[2] for case in cases]
 
 
 def test_kernels_for_a_gpu_are_not_run_without_one(llama: PreTrainedModel, tmp_path: Path) -> None:

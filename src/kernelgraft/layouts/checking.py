@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -24,6 +25,9 @@ from kernelgraft.models.shrinking import quiet
 
 __all__ = ["Finding", "check", "refuse"]
 
+# One at a time: torch's default dtype and transformers' log level are the process's while tiny models are built.
+_checking = threading.RLock()
+
 
 def check(
     kernels: Any,
@@ -42,7 +46,13 @@ def check(
     same configuration class with them: data flow, logits, eight decode steps, gradients. `training` makes a missing
     backward an error. Raises UsageError if `model` is neither, or cannot be built.
     """
-    root, make = _root(model, make)
+    with _checking:
+        return _check(kernels, *_root(model, make), device, numeric, training)
+
+
+def _check(
+    kernels: Any, root: nn.Module, make: Maker, device: str | None, numeric: bool, training: bool
+) -> list[Finding]:
     device = device or _device_of(root)
     found: list[Finding] = []
     loaded = _loaded(kernels, device, found)
@@ -150,4 +160,17 @@ def _flow_and_numbers(trial: Trial, kernels: Sequence[LoadedKernel]) -> list[Fin
     found = check_flow(trial, match(trial.model, kernels).places)
     wrong = {finding.kernel for finding in found if finding.severity == "error"}
     sound = [kernel for kernel in kernels if kernel.name not in wrong]
-    return found + (gate(trial, sound) if sound else [])
+    return found + (_numbers(trial, sound) if sound else [])
+
+
+def _numbers(trial: Trial, kernels: Sequence[LoadedKernel]) -> list[Finding]:
+    """The gate in float32, or in the configuration's own dtype where a kernel only takes that."""
+    found = gate(trial, kernels)
+    own = getattr(trial.config, "dtype", None)
+    if not found or own not in (torch.bfloat16, torch.float16) or not any(" raises " in f.message for f in found):
+        return found
+    again = gate(trial.to(own), kernels)
+    if any(f.severity == "error" for f in again):
+        return found
+    who = ", ".join(f"`{kernel.name}`" for kernel in kernels)
+    return [*again, Finding("numbers", "note", f"{who} cannot be run in float32: the numbers were checked in {own}")]

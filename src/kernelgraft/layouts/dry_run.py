@@ -244,7 +244,8 @@ def _elsewhere(
 
     inside = tuple(f"{path}." for place in places for path in place.paths)
     outside = [name for name in everything if not name.startswith(inside)]
-    hits = [(rule, [name for name in outside if _hits(rule, name)]) for rule in kernel.rules]
+    mine = copy.deepcopy(kernel.rules)  # a rule remembers that it was used
+    hits = [(rule, [name for name in outside if _hits(rule, name)]) for rule in mine]
     strays = [(rule, names) for rule, names in hits if names]
     if strays:
         rule, names = strays[0]
@@ -304,9 +305,9 @@ def _own_converters(root: nn.Module, kernel: LoadedKernel, everything: Tensors, 
         checkpoint: dict[str, Any] = revert_weight_conversion(root, dict(everything))
     except Exception:  # a model whose conversion cannot run without its weights tells nothing here
         return
-    for rule in (one for one in kernel.rules if isinstance(one, WeightRenaming)):
+    for rule in (one for one in copy.deepcopy(kernel.rules) if isinstance(one, WeightRenaming)):
         for name in (name for name in checkpoint if any(_hits(one, name) for one in own)):
-            renamed = copy.deepcopy(rule).rename_source_key(name)[0]
+            renamed, _ = rule.rename_source_key(name)
             if not any(_hits(one, renamed) for one in own):
                 yield finding(
                     "towers",
@@ -317,4 +318,4 @@ def _own_converters(root: nn.Module, kernel: LoadedKernel, everything: Tensors, 
 
 
 def _hits(rule: Any, name: str) -> bool:
-    return copy.deepcopy(rule).rename_source_key(name)[1] is not None
+    return rule.rename_source_key(name)[1] is not None

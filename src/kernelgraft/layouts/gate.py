@@ -24,7 +24,7 @@ DECODE_STEPS = 8
 FACTOR = 4.0
 """The error with kernels may be this many times the original's own rounding."""
 FLOOR_EPS = 64.0
-"""Plus this many machine epsilons: the original's error can be nearly nothing by luck."""
+"""Plus this many machine epsilons in float32 (a sixteenth of it in shorter dtypes): its error can be small by luck."""
 NEGLIGIBLE = 1e-3
 """A gradient smaller than this part of all gradients is measured against this part: it may be zero but for rounding."""
 
@@ -100,7 +100,7 @@ def _judged(trial: Trial, kernels: Sequence[LoadedKernel], wanted: Reference) ->
     except Exception as error:  # whatever a kernel's forward raises
         return [finding("numbers", _raised(who, "in a run", error, "correct the kernel or its Layout"))]
     own = _error(wanted.logits, wanted.wide)
-    limit = FACTOR * own + FLOOR_EPS * torch.finfo(wanted.logits.dtype).eps
+    limit = FACTOR * own + _floor(wanted)
     off = _error(logits, wanted.wide)
     if not off <= limit:
         said = f"the logits of a tiny random model move by {off:.1e} (relative RMSE; its own rounding is {own:.1e})"
@@ -121,6 +121,11 @@ def _judged(trial: Trial, kernels: Sequence[LoadedKernel], wanted: Reference) ->
     return []
 
 
+def _floor(wanted: Reference) -> float:
+    info = torch.finfo(wanted.logits.dtype)
+    return FLOOR_EPS * info.eps / (1 if info.bits >= 32 else 16)
+
+
 def _trains_itself(kernel: LoadedKernel) -> bool:
     return kernel.layout is not None and kernel.layout.forward is not nn.Module.forward
 
@@ -134,13 +139,12 @@ def _trained(
     except Exception as error:  # whatever a kernel's backward raises
         return [finding("training", _raised(who, "in training", error, mend))]
     total = torch.stack([g.pow(2).mean() for g in wanted.wide_gradients.values()]).max().sqrt()
-    eps = torch.finfo(wanted.logits.dtype).eps
     for name, theirs in wanted.wide_gradients.items():
         if name not in gradients:
             return [finding("training", f"with {who} no gradient reaches `{name}`: {mend}")]
         least = float(total) * NEGLIGIBLE
         own, off = _error(wanted.gradients[name], theirs, least), _error(gradients[name], theirs, least)
-        if not off <= 2 * FACTOR * own + FLOOR_EPS * eps:
+        if not off <= 2 * FACTOR * own + _floor(wanted):
             gone = not bool(gradients[name].any()) and bool(theirs.any())
             said = "is gone" if gone else f"moves by {off:.1e} (relative RMSE)"
             return [finding("training", f"with {who} the gradient of `{name}` {said}: {mend}")]

@@ -33,6 +33,12 @@ class Trial:
     """Two rows of the same length, without padding."""
     padded: dict[str, torch.Tensor] | None
     """A left-padded batch to generate from; None for a model that does not generate."""
+    config: Any = None
+    """The configuration of the real model, with its dtype."""
+
+    def to(self, dtype: torch.dtype) -> Trial:
+        """The same in another dtype, the model a copy."""
+        return replace(self, model=copy.deepcopy(self.model).to(dtype))
 
     def outputs(self, model: nn.Module | None = None, **more: Any) -> torch.Tensor:
         """Logits of the inputs, or the last hidden state of a model without them."""
@@ -55,7 +61,7 @@ def make_trial(config: Any, make: Maker, device: str = "cpu", seed: int = 0) -> 
     _randomise(model, seed)
     _without_dropout(model)
     model = model.to(device)
-    trial = _with_inputs(model, device)
+    trial = replace(_with_inputs(model, device), config=config)
     try:
         with torch.no_grad():
             trial.outputs()
