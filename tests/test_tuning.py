@@ -434,3 +434,26 @@ def test_spaces_of_all_kernels_hold_few_configurations_that_json_can_hold() -> N
         for config in tunable.space:
             assert type(config) is type(tunable.space[0]), tunable.name
             assert dataclasses.replace(config, **json.loads(json.dumps(asdict(config)))) == config, tunable.name
+
+
+def test_on_an_h200_the_kernels_choose_what_the_package_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kernelgraft.kernels import act_and_mul, rope, row_plans
+
+    monkeypatch.setenv("KERNELGRAFT_CACHE", str(tmp_path))
+    table = tuning.read_table(tuning.PACKAGED / "nvidia-h200.json")["kernels"]
+    monkeypatch.setattr(tuning, "gpu", lambda device: Gpu("NVIDIA H200", "sm_90"))
+    monkeypatch.setattr(tuning, "compiler_versions", lambda: table["rope"]["versions"])
+    tuning.forget()
+    try:
+        given = {
+            ("rms_norm", "128x1 r32 2B"): row_plans.choose("rms_norm", 16, 128, 2, 0),
+            ("layer_norm", "4096x1 r1 2B"): row_plans.choose("layer_norm", 1, 4096, 2, 0),
+            ("rope", "32+8x64 r4096"): rope.choose(4096, 32, 8, 64, True, 0),
+            ("act_and_mul", "silu apart 2^15 2B"): act_and_mul.choose(1, 8192, 2, "silu", act_and_mul.SEPARATE, 0),
+        }
+        for (kernel, shape_class), choice in given.items():
+            assert asdict(choice) == table[kernel]["classes"][shape_class]["config"]
+        assert rope.choose(4096, 32, 8, 64, False, 0) == rope.LARGE, "only plain rotations were tuned"
+        assert row_plans.choose("rms_norm", 16, 128, 4, 0) == row_plans.default("rms_norm", 16, 128), "float32"
+    finally:
+        tuning.forget()
