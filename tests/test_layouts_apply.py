@@ -174,6 +174,40 @@ def test_merged_tensors_have_one_storage_and_the_originals_are_views() -> None:
     assert model.model.layers[0].mlp.gate_proj.weight is gate and bool((gate == 2).all())
 
 
+def test_shares_of_one_call_never_serve_another() -> None:
+    model = tiny()
+    attention = model.model.layers[0].self_attn
+    parts = [getattr(attention, f"{name}_proj") for name in "qkv"]
+    apply(model, [MERGED_QKV])
+    mine = [getattr(attention, f"{name}_proj") for name in "qkv"]
+    one, other = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
+    whole, calls = type(mine[0])._kernelgraft_whole, []
+    mine[0].qkv.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        for x in (one, other):
+            for part, old in zip(mine, parts, strict=True):
+                torch.testing.assert_close(part(x), old(x))
+        assert len(calls) == 2 and whole is type(mine[0])._kernelgraft_whole
+        torch.testing.assert_close(mine[2](one), parts[2](one))
+        torch.testing.assert_close(mine[2](one), parts[2](one))
+        torch.testing.assert_close(mine[0](one), parts[0](one))
+        one.mul_(2)
+        torch.testing.assert_close(mine[1](one), parts[1](one))
+    assert mine[0](one).requires_grad and mine[1](one).requires_grad
+    assert torch.equal(generated(copy.deepcopy(model)), generated(model))
+    with torch.inference_mode():
+        torch.testing.assert_close(mine[1](one), parts[1](one))
+
+
+def test_a_reverted_layout_is_freed() -> None:
+    model = tiny()
+    applied = apply(model, EVERYTHING)
+    gone = weakref.ref(model.model.layers[0].mlp.gate_proj.gate_up.weight)
+    applied.revert()
+    gc.collect()
+    assert gone() is None and {row["state"] for row in applied.report()} >= {"reverted"}
+
+
 # --- which modules ---
 
 
@@ -393,11 +427,12 @@ def test_an_attention_layout_decodes_saves_and_is_recorded(tmp_path: Path) -> No
     state, tokens = bits(model), generated(model)
     wanted = model(IDS, output_attentions=True).attentions
     own = type(model.model.layers[0].self_attn)
-    if "cache" not in inspect.signature(own.forward).parameters:
-        pytest.skip("this transformers calls it past_key_values")
-    with pytest.raises(UsageError, match="`cache`"):
-        apply(model, [loaded("Attention", OldAttention, AttentionLayout)])
-    applied = apply(model, [loaded("Attention", Attention, AttentionLayout)])
+    right, wrong, name = Attention, OldAttention, "cache"
+    if name not in inspect.signature(own.forward).parameters:
+        right, wrong, name = OldAttention, Attention, "past_key_values"
+    with pytest.raises(UsageError, match=f"`{name}`"):
+        apply(model, [loaded("Attention", wrong, AttentionLayout)])
+    applied = apply(model, [loaded("Attention", right, AttentionLayout)])
     attention = model.model.layers[0].self_attn
     assert attention.qkv_proj.weight.shape == (64, 32) and isinstance(attention, own)
     assert torch.equal(generated(model), tokens)

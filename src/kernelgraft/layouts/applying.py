@@ -18,7 +18,7 @@ from kernelgraft.layouts import saving
 from kernelgraft.layouts.matching import Untouched, match, root_of
 from kernelgraft.layouts.packages import load_all
 from kernelgraft.layouts.records import LoadedKernel
-from kernelgraft.layouts.seating import Seat, draft, seat
+from kernelgraft.layouts.seating import Facts, Seat, draft, seat
 
 LAYOUTS = "_kernelgraft_layouts"
 """Key in the instance dictionary of a converted model: its live `AppliedLayouts`."""
@@ -123,7 +123,8 @@ def apply_layouts(model: nn.Module, kernels: Any, *, check: bool = True) -> Appl
     root = root_of(model)
     loaded = _loaded(root, kernels)
     found = match(root, loaded)
-    drafts = [draft(root, place) for place in found.places]
+    facts = Facts.of(root)
+    drafts = [draft(root, place, facts) for place in found.places]
     if check:
         _refuse_findings(root, loaded)
     done: list[Seat] = []

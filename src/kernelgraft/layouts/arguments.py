@@ -8,8 +8,10 @@ meta: names, shapes and plain attributes must be those of the module.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ def recover(module: nn.Module) -> dict[str, Any]:
     """The arguments of `type(module).__init__`, in its order. Raises UsageError naming the one that cannot be read."""
     owner = type(module)
     parameters = _parameters(owner)
-    tree = _init_tree(owner)
+    tree = _init_tree(owner.__init__)
     found: dict[str, Any] = {}
     for parameter in parameters:
         value = _assigned(module, tree, parameter.name) if tree is not None else _MISSING
@@ -71,9 +73,10 @@ def _parameters(owner: type[nn.Module]) -> list[inspect.Parameter]:
     return [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _init_tree(owner: type[nn.Module]) -> ast.AST | None:
+@functools.lru_cache(maxsize=256)
+def _init_tree(init: Callable[..., None]) -> ast.AST | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(owner.__init__)))
+        return ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):
         return None
 

@@ -8,6 +8,7 @@ the normed sum (or what further parts of the fusion make of it), and the sum tha
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,15 @@ Function = Callable[..., Any]
 def with_addition(parent: nn.Module, place: Place) -> Function:
     """The parent's forward in which the addition is left to the Layout; nothing is changed yet.
 
-    Raises UsageError if the forward does not add right before it calls the norm, or calls the norm elsewhere too.
+    Instances of one class share it: torch.compile sees one piece of code. Raises UsageError if the forward does not
+    add right before it calls the norm, or calls the norm elsewhere too.
     """
-    method, norm = current(parent), place.names[0]
-    where = f"the forward of `{type(parent).__name__}`"
+    return _rewritten(current(parent), place.names[0], type(parent), place.kernel.name)
+
+
+@functools.lru_cache(maxsize=64)
+def _rewritten(method: Function, norm: str, owner: type[nn.Module], kernel: str) -> Function:
+    where = f"the forward of `{owner.__name__}`"
     try:
         tree = function_tree(method)
     except RebindError as error:
@@ -37,15 +43,15 @@ def with_addition(parent: nn.Module, place: Place) -> Function:
     before = [match for match in found if match.order == "pre"]
     if len(before) != 1:
         why = "adds after it" if found and not before else "does not add right before it"
-        raise UsageError(f"{where} calls `{norm}` but {why}; `{place.kernel.name}` fuses a norm of a sum")
+        raise UsageError(f"{where} calls `{norm}` but {why}; `{kernel}` fuses a norm of a sum")
     reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == norm]
     if len(reads) != 1:
-        raise UsageError(f"{where} uses `{norm}` {len(reads)} times; `{place.kernel.name}` can stand for one use")
+        raise UsageError(f"{where} uses `{norm}` {len(reads)} times; `{kernel}` can stand for one use")
     site = Site(
         kind="statement",
-        path=place.parent,
-        instances=(place.parent,),
-        class_name=f"{type(parent).__module__}.{type(parent).__qualname__}",
+        path="*",
+        instances=(),
+        class_name=f"{owner.__module__}.{owner.__qualname__}",
         symbol=norm,
         detail={"order": "pre", "index": before[0].line},
         source=source_ref(method),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,7 @@ class Seat:
         for undo in reversed(self.undos):
             undo()
         self.undos.clear()
+        self.layout, self.names, self.forward = None, None, None
 
     def _give_back(self, there: Mapping[str, torch.Tensor]) -> None:
         """The values (and gradients) of the Layout to the original parameters, each with a storage of its own."""
@@ -107,18 +109,46 @@ class Seat:
             child.train(self.layout.training)
 
 
-def draft(root: nn.Module, place: Place) -> Seat:
+@dataclass(frozen=True)
+class Facts:
+    """What is true of a whole model, read once for all its places."""
+
+    modules: Counter[int]
+    """How many paths each module has, by id."""
+    parameters: Counter[int]
+    """How many names each parameter has, by id."""
+    recorded: tuple[type[nn.Module], ...]
+    """The classes by which transformers finds what to record: attentions, hidden states, router logits."""
+
+    @classmethod
+    def of(cls, root: nn.Module) -> Facts:
+        """The facts of a model as it is now."""
+        classes: dict[type[nn.Module], None] = {}
+        for module in root.modules():
+            for asked in (getattr(module, "_can_record_outputs", None) or {}).values():
+                for one in asked if isinstance(asked, (list, tuple)) else [asked]:
+                    found = getattr(one, "target_class", one)
+                    if isinstance(found, type):
+                        classes[found] = None
+        return cls(
+            Counter(id(module) for _, module in root.named_modules(remove_duplicate=False)),
+            Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False)),
+            tuple(classes),
+        )
+
+
+def draft(root: nn.Module, place: Place, facts: Facts) -> Seat:
     """Everything that can be known before a tensor is touched. Raises UsageError with the reason if it cannot work."""
     parent = root.get_submodule(place.parent)
     children = tuple(parent.get_submodule(name) for name in place.names)
     kernel = place.kernel
-    _refuse_special(root, place, children)
+    _refuse_special(facts, place, children)
     if not kernel.entry.is_fusion:
         if drift := signature_drift(kernel.kernel, type(children[0])):
             raise UsageError(f"{drift}: `{place.paths[0]}` would be called wrongly; take a kernel of that signature")
         if kernel.layout is None:
             return Seat(place, parent, children)
-    recorded = _recorded(root, children)
+    recorded = next((type(child) for child in children if isinstance(child, facts.recorded)), None)
     if recorded is not None and kernel.entry.is_fusion:
         raise UsageError(
             f"the model records the outputs of `{recorded.__name__}`, which `{kernel.name}` would take in; leave it out"
@@ -134,25 +164,13 @@ def draft(root: nn.Module, place: Place) -> Seat:
         raise UsageError(f"`{adapted[0]}` is under an adapter that `{kernel.name}Layout` would lose; attach it after")
     conversion = resolve(kernel.rules, left, getattr(root, "config", None))
     _check(place, conversion, {key: originals[key] for key in left}, {k: here[k] for k in here if k not in kept})
-    _refuse_mixtures(root, conversion, originals)
+    _refuse_mixtures(facts, conversion, originals)
     prefix = f"{place.parent}." if place.parent else ""
     names = Names(prefix, place.names[0], conversion, kept)
     new = {key: key.removeprefix(f"{place.paths[0]}.") for key in here if key not in kept}
     residual = kernel.entry.is_fusion and kernel.fusion == "residual"
     forward = with_addition(parent, place) if residual else None
     return Seat(place, parent, children, built.layout, names, new, forward)
-
-
-def _recorded(root: nn.Module, children: Sequence[nn.Module]) -> type[nn.Module] | None:
-    """The class of a child by which transformers finds what to record (attentions, hidden states, router logits)."""
-    classes: list[type[nn.Module]] = []
-    for module in root.modules():
-        for asked in (getattr(module, "_can_record_outputs", None) or {}).values():
-            for one in asked if isinstance(asked, (list, tuple)) else [asked]:
-                found = getattr(one, "target_class", one)
-                if isinstance(found, type):
-                    classes.append(found)
-    return next((type(child) for child in children if isinstance(child, tuple(classes))), None)
 
 
 def seat(root: nn.Module, draft: Seat) -> None:
@@ -292,11 +310,8 @@ def _check(
             raise UsageError(f"`{key}` would not be saved in its shape {tuple(tensor.shape)}; use SizedConcatenate")
 
 
-def _refuse_mixtures(root: nn.Module, conversion: Conversion, originals: Mapping[str, torch.Tensor]) -> None:
+def _refuse_mixtures(facts: Facts, conversion: Conversion, originals: Mapping[str, torch.Tensor]) -> None:
     """A merged tensor cannot be half frozen, half tied, or of two dtypes."""
-    uses: dict[int, int] = {}
-    for _, parameter in root.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     for step in conversion.steps:
         if step.converter is None:
             continue
@@ -306,14 +321,13 @@ def _refuse_mixtures(root: nn.Module, conversion: Conversion, originals: Mapping
         if len({t.dtype for t in tensors}) > 1:
             raise UsageError(f"the parts of `{step.target}` have several dtypes; cast them to one")
         for key, tensor in zip(step.keys, tensors, strict=True):
-            if uses.get(id(tensor), 0) > 1:
+            if facts.parameters[id(tensor)] > 1:
                 raise UsageError(f"`{key}` is tied to another parameter and cannot be merged; untie it first")
 
 
-def _refuse_special(root: nn.Module, place: Place, children: Sequence[nn.Module]) -> None:
+def _refuse_special(facts: Facts, place: Place, children: Sequence[nn.Module]) -> None:
     """What a Layout cannot take over: quantised, offloaded, shared or otherwise replaced modules."""
-    shared = {id(child) for child in children}
-    if sum(id(m) in shared for _, m in root.named_modules(remove_duplicate=False)) > len(children):
+    if any(facts.modules[id(child)] > 1 for child in children):
         raise UsageError(f"`{place.paths[0]}` is the same module as another one of the model; it cannot be replaced")
     for path, child in zip(place.paths, children, strict=True):
         if isinstance(child, (PassedOn, SharedPart)) or NAMES in child.__dict__:

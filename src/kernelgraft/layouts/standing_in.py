@@ -38,14 +38,28 @@ class SharedPart(nn.Module):
         return take_share(self, 0, hidden_states)
 
 
+class _Waiting(tuple):  # type: ignore[type-arg]
+    """Shares that nobody took yet, with the input, grad mode and version that they are for; no copy has them."""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
 def take_share(layout: Any, index: int, hidden_states: torch.Tensor) -> torch.Tensor:
     """Share `index` of the Layout's output for an input; the whole is computed if it is not there."""
     waiting = layout.__dict__.get("_kernelgraft_waiting")
-    grad = torch.is_grad_enabled()
-    if waiting is None or waiting[0] is not hidden_states or waiting[1] != grad or index not in waiting[2]:
+    state = (torch.is_grad_enabled(), _version(hidden_states))
+    if waiting is None or waiting[0] is not hidden_states or waiting[1] != state or index not in waiting[2]:
         shares = layout._kernelgraft_whole(hidden_states)
-        waiting = (hidden_states, grad, dict(enumerate(shares)))
+        waiting = (hidden_states, state, dict(enumerate(shares)))
     share: torch.Tensor = waiting[2][index]
     rest = {other: value for other, value in waiting[2].items() if other != index}
-    layout._kernelgraft_waiting = (hidden_states, grad, rest) if rest else None
+    layout._kernelgraft_waiting = _Waiting((hidden_states, state, rest)) if rest else None
     return share
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written in place, where that is counted."""
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return None
+    return tensor._version
