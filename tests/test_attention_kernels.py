@@ -40,10 +40,10 @@ KERNELS: dict[str, Attention] = {"prefill": attention_prefill, "decode": attenti
 pytestmark = pytest.mark.filterwarnings("ignore:.*AOTAutograd.*:UserWarning")
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    """Where the kernels run."""
-    return str(request.param)
+@pytest.fixture
+def device() -> str:
+    """Where the kernels run: each signature costs a GPU a second of compiling, so that it gets `CALLS` only."""
+    return "cpu"
 
 
 @pytest.fixture(params=KERNELS)
@@ -139,7 +139,7 @@ LONGER = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_of_both(shape: tuple[int, ...], dtype: torch.dtype, attention: Attention, device: str) -> None:
     given = inputs(*shape, dtype=dtype, device=device)
@@ -147,7 +147,7 @@ def test_shapes_of_both(shape: tuple[int, ...], dtype: torch.dtype, attention: A
         close(attention(*given, scaling=0.2, causal=causal), exact(*given, scaling=0.2, causal=causal))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", LONGER, ids=str)
 def test_many_queries(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     given = inputs(*shape, dtype=dtype, device=device)
@@ -155,8 +155,9 @@ def test_many_queries(shape: tuple[int, ...], dtype: torch.dtype, device: str) -
         close(attention_prefill(*given, scaling=0.15, causal=causal), exact(*given, scaling=0.15, causal=causal))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 200), (4, 90), (150, 150), (40, 190)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "dtype"), [(1, 200, BF16), (4, 90, F32), (150, 150, BF16), (40, 190, F32)], ids=str
+)
 def test_options(q_len: int, kv_len: int, dtype: torch.dtype, device: str) -> None:
     given = inputs(2, 4, 2, q_len, kv_len, 64, 32, dtype=dtype, device=device)
     sinks = draw(4, device=device, seed=5)
@@ -186,8 +187,7 @@ def masks(batch: int, heads: int, q_len: int, kv_len: int, device: str) -> list[
     return [m.to(device) for m in (padded, scattered, short, empty)]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 200), (3, 70), (140, 160)])
+@pytest.mark.parametrize(("q_len", "kv_len", "dtype"), [(1, 200, BF16), (3, 70, F32), (140, 160, BF16)], ids=str)
 def test_masks(q_len: int, kv_len: int, dtype: torch.dtype, device: str) -> None:
     batch, heads = 2, 4
     given = inputs(batch, heads, 2, q_len, kv_len, 64, 64, dtype=dtype, device=device)
@@ -252,16 +252,6 @@ def test_strided_inputs(view: str, attention: Attention, device: str) -> None:
     close(attention(*given, mask, scaling=0.2), exact(*given, mask, scaling=0.2, causal=attention is attention_decode))
 
 
-def test_neighbours_of_a_head_are_never_read(attention: Attention, device: str) -> None:
-    """What lies beside and behind the tensors is not a number."""
-    given = []
-    for x in inputs(1, 3, 3, 2, 70, 80, 80, dtype=BF16, device=device):
-        wide = torch.full((*x.shape[:2], x.shape[2] + 64, 128), math.nan, dtype=BF16, device=device)
-        wide[:, :, : x.shape[2], :80] = x
-        given.append(wide[:, :, : x.shape[2], :80])
-    close(attention(*given, scaling=0.2, causal=True), exact(*given, scaling=0.2, causal=True))
-
-
 def test_nothing_to_compute(attention: Attention, device: str) -> None:
     for shape in ((0, 4, 2, 1, 9, 32, 32), (2, 4, 2, 0, 9, 32, 16)):
         found = attention(*inputs(*shape, dtype=BF16, device=device), scaling=1.0)
@@ -277,6 +267,79 @@ def test_huge_values_and_numbers_that_are_none(attention: Attention, device: str
     found = attention(query, key, value, scaling=1.0, causal=True)
     assert bool(found[0, 0, 1].isnan().all())
     assert int(found.isnan().sum()) == 32
+
+
+Call = tuple[str, tuple[int, ...], torch.dtype, dict[str, Any]]
+CALLS: dict[str, Call] = {
+    "decode, in parts": ("decode", (2, 8, 2, 1, 1000, 128, 128), BF16, {}),
+    "decode, not in parts": ("decode", (2, 8, 2, 1, 65, 128, 128), BF16, {}),
+    "decode, one query head a key head, 80 and 96 channels": ("decode", (2, 3, 3, 1, 333, 80, 96), F16, {}),
+    "decode, 16 rows": ("decode", (1, 16, 1, 1, 700, 64, 64), BF16, {}),
+    "decode, 32 rows, 3 queries of 4": ("decode", (1, 8, 1, 3, 700, 128, 128), BF16, {"causal": True}),
+    "decode, 256 channels, limited": ("decode", (1, 4, 2, 1, 600, 256, 256), BF16, {"softcap": 5.0}),
+    "decode, window and sinks": ("decode", (2, 8, 2, 1, 1000, 64, 64), BF16, {"window": 300, "sinks": True}),
+    "decode, bool mask": ("decode", (2, 8, 2, 1, 1000, 128, 128), BF16, {"mask": torch.bool}),
+    "decode, float mask": ("decode", (2, 8, 2, 1, 1000, 128, 128), BF16, {"mask": BF16}),
+    "decode, float32": ("decode", (2, 4, 2, 1, 300, 64, 64), F32, {}),
+    "prefill": ("prefill", (2, 4, 2, 400, 400, 128, 128), BF16, {"causal": True}),
+    "prefill, odd lengths, 64 channels": ("prefill", (1, 4, 1, 129, 333, 64, 64), F16, {"causal": True}),
+    "prefill, not causal": ("prefill", (1, 2, 2, 197, 197, 64, 64), BF16, {}),
+    "prefill, 96 and 80 channels": ("prefill", (1, 3, 3, 200, 200, 96, 80), BF16, {"causal": True}),
+    "prefill, 256 channels, window": ("prefill", (1, 2, 1, 300, 300, 256, 256), BF16, {"causal": True, "window": 100}),
+    "prefill, limited, sinks": ("prefill", (1, 4, 2, 300, 300, 64, 64), BF16, {"softcap": 5.0, "sinks": True}),
+    "prefill, bool mask": ("prefill", (2, 4, 2, 300, 300, 128, 128), BF16, {"mask": torch.bool}),
+    "prefill, float mask": ("prefill", (2, 4, 2, 300, 300, 128, 128), BF16, {"mask": BF16}),
+    "prefill, float32": ("prefill", (1, 2, 1, 150, 150, 64, 64), F32, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_on_every_device(name: str, where: str) -> None:
+    kernel, shape, dtype, options = CALLS[name]
+    given, words = inputs(*shape, dtype=dtype, device=where), dict(options)
+    kind, mask = words.pop("mask", None), None
+    words["sinks"] = draw(shape[1], device=where, seed=5) if words.get("sinks") else None
+    if kind is not None:
+        seen = masks(shape[0], shape[1], shape[3], shape[4], where)[0]
+        mask = seen if kind is torch.bool else torch.zeros(seen.shape, dtype=kind, device=where)
+        if kind is not torch.bool:
+            mask.masked_fill_(~seen, torch.finfo(kind).min)[..., -1, :] = torch.finfo(
+                kind
+            ).min  # a row that sees nothing
+    if "window" in words and kernel == "decode":
+        words["causal"] = True
+    expected = exact(*given, mask, scaling=0.1, **words)
+    close(KERNELS[kernel](*given, mask, scaling=0.1, **{"causal": False, **words}), expected)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_memory_that_is_not_aligned(where: str) -> None:
+    given = [STRIDED["off by one"](x) for x in inputs(1, 4, 2, 1, 300, 64, 64, dtype=BF16, device=where)]
+    for kernel in KERNELS.values():
+        close(kernel(*given, scaling=0.2, causal=True), exact(*given, scaling=0.2, causal=True))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_nothing_beside_a_head_is_read(where: str) -> None:
+    """What lies beside and behind the tensors is not a number."""
+    given = []
+    for x in inputs(1, 3, 3, 2, 70, 80, 80, dtype=BF16, device=where):
+        wide = torch.full((*x.shape[:2], x.shape[2] + 64, 128), math.nan, dtype=BF16, device=where)
+        wide[:, :, : x.shape[2], :80] = x
+        given.append(wide[:, :, : x.shape[2], :80])
+    for kernel in KERNELS.values():
+        close(kernel(*given, scaling=0.2, causal=True), exact(*given, scaling=0.2, causal=True))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_lengths_on_every_device(where: str) -> None:
+    query, key, value = inputs(3, 8, 2, 1, 1000, 128, 128, dtype=BF16, device=where)
+    lengths = torch.tensor([1, 377, 1000], dtype=torch.int32, device=where)
+    found = attention_decode(query, key, value, lengths=lengths, scaling=0.1)
+    for row, length in enumerate(lengths.tolist()):
+        parts = query[row : row + 1], key[row : row + 1, :, :length], value[row : row + 1, :, :length]
+        close(found[row : row + 1], exact(*parts, scaling=0.1))
 
 
 PREFILLS = [Prefill(queries=32, keys=64), Prefill(queries=64, keys=16, split=False), Prefill(queries=128, keys=128)]
@@ -432,7 +495,7 @@ def test_few_queries_are_those_that_the_kernel_takes() -> None:
         assert isinstance(refused, Refusal) and reason in refused.reason
 
 
-@pytest.mark.parametrize("name", ["plain", "float mask"])
+@pytest.mark.parametrize("name", ["float mask"])
 def test_the_judge_accepts_them(name: str) -> None:
     definition = attention_definition(BF16, **VARIANTS[name])
     options = replace(JudgeOptions.quick(), seeds=1, points=4, held_out=0, captured=2)
