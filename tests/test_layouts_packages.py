@@ -25,7 +25,7 @@ from kernelgraft.layouts.kernel_set import KernelSet
 from kernelgraft.layouts.locating import locate
 from kernelgraft.layouts.packages import load, load_all, signature_drift
 from kernelgraft.layouts.records import Entry, Part, Place, Source
-from kernelgraft.layouts.variants import Host, backend_of, choose
+from kernelgraft.layouts.variants import Host, backend_of, choose, lacks_architecture
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 OTHER_SHA = "f" * 40
@@ -705,6 +705,38 @@ def test_builds_that_do_not_fit_say_why() -> None:
     assert choose(["torch213-cu129-x86_64-linux"], GPU)[1] == {
         "torch213-cu129-x86_64-linux": "for cuda 12.9, here it is 12.8"
     }
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        (["8.0", "9.0"], (9, 0), True),
+        (["8.0"], (8, 9), True),
+        (["8.9"], (8, 6), False),
+        (["8.0"], (9, 0), False),
+        (["8.0+PTX"], (9, 0), True),
+        (["9.0a"], (9, 0), True),
+        (["10.0a"], (10, 3), False),
+        (["10.0f"], (10, 3), True),
+        (["10.0f"], (12, 0), False),
+        (["next-generation"], (9, 0), True),
+        ([], (9, 0), True),
+    ],
+)
+def test_architectures_that_a_build_names(archs: list[str], capability: tuple[int, int], runs: bool) -> None:
+    assert (lacks_architecture({"backend": {"type": "cuda", "archs": archs}}, capability) is None) == runs
+    assert lacks_architecture({"backend": {"type": "cpu", "archs": archs}}, capability) is None
+    assert lacks_architecture({}, capability) is None
+
+
+def test_a_build_for_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_build(tmp_path, metadata={"backend": {"type": "cuda", "archs": ["9.0"]}})
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(UsageError, match=r"built for 9\.0, this GPU is 8\.0"):
+        load(entry_of(f"{root}:Scale"), device="cuda")
+    assert load(entry_of(f"{root}:Scale"), device="cpu").layout is not None
 
 
 def test_devices_of_torch_as_packages_call_them() -> None:

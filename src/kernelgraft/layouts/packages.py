@@ -14,12 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from kernelgraft.errors import MissingExtraError, UsageError
 from kernelgraft.layouts.kernel_set import KernelSet
 from kernelgraft.layouts.locating import Location, locate
 from kernelgraft.layouts.records import FUSIONS, Entry, LoadedKernel
+from kernelgraft.layouts.variants import lacks_architecture
 
 FLAGS = ("can_torch_compile", "has_backward")
 """What a kernel class may have beside its forward."""
@@ -44,7 +46,7 @@ def load(entry: Entry, *, device: str | None = None, pinned: bool = False) -> Lo
         location = Location(Path(inspect.getfile(kernel)).parent)
     else:
         location = locate(entry.source, device=device, pinned=pinned)
-        _check_dependencies(location, entry)
+        _check_needs(location, entry, device)
         kernel = _find_kernel(_import(location.folder, entry), entry)
     _check_kernel(kernel, entry)
     layout = _find_layout(kernel, entry)
@@ -189,8 +191,12 @@ def content_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_dependencies(location: Location, entry: Entry) -> None:
+def _check_needs(location: Location, entry: Entry, device: str | None) -> None:
     """What metadata.json says that a build needs."""
+    if device in (None, "cuda") and torch.version.cuda is not None and torch.cuda.is_available():
+        lacks = lacks_architecture(location.metadata, torch.cuda.get_device_capability())
+        if lacks:
+            raise UsageError(f"the package of {entry} cannot run here ({lacks}): take a build for this GPU")
     needed = location.metadata.get("python-depends") or []
     for name in needed:
         module = _IMPORT_NAMES.get(name, name.replace("-", "_"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -113,6 +114,28 @@ def _judge(name: str, here: Host) -> tuple[int, ...] | str | None:
     if _digits(match["tvm"]) != here.tvm_ffi:
         return f"for tvm-ffi {_say(_digits(match['tvm']))}, here it is {_say(here.tvm_ffi)}"
     return (2, 0, 0, newest_backend)
+
+
+def lacks_architecture(metadata: Mapping[str, Any], capability: tuple[int, int]) -> str | None:
+    """Why a build that names its CUDA architectures cannot run at a compute capability; None if it can, or names none.
+
+    `9.0` and `9.0f` run on that generation from that minor version on, `9.0a` on that one only, `9.0+PTX` on any newer.
+    """
+    backend = metadata.get("backend")
+    archs = backend.get("archs") if isinstance(backend, Mapping) and backend.get("type") == "cuda" else None
+    read = [match for arch in archs or () if (match := re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", str(arch)))]
+    for match in read:
+        wanted = int(match[1]), int(match[2])
+        if match[3] == "a":
+            fits = capability == wanted
+        elif match[4] and not match[3]:
+            fits = capability >= wanted
+        else:
+            fits = capability[0] == wanted[0] and capability >= wanted
+        if fits:
+            return None
+    # Forms of a newer builder say nothing that could be judged.
+    return f"it is built for {', '.join(map(str, archs or ()))}, this GPU is {_say(capability)}" if read else None
 
 
 def _backend_fits(backend: str, wanted: tuple[int, int] | None, here: tuple[int, int] | None) -> bool:
