@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import torch
 pytest.importorskip("cuda.tile", reason="tuned configurations are those of cuTile kernels: needs cuda-tile")
 
 from kernelgraft.cutile import fingerprint as fingerprint_module
-from kernelgraft.cutile import tuner, tuning
+from kernelgraft.cutile import tuner, tuner_worker, tuning
 from kernelgraft.cutile.fingerprint import fingerprint
 from kernelgraft.cutile.tuner_worker import difference
 from kernelgraft.cutile.tuning import Gpu, Tunable
@@ -335,6 +336,23 @@ def test_what_is_wrong_crashes_or_raises_is_recorded(tuned_run: tuple[tuner.Run,
     assert all(outcome.us is None for outcome in found.values())
     assert result.chosen == len(result.outcomes) - 1, "those after the crash were tried"
     assert result.counts() == {"crash": 3, "error": 1, "ok": 2, "wrong": 3}
+
+
+def test_results_are_checked_in_memory_full_of_nan() -> None:
+    seen: list[torch.Tensor] = []
+
+    def run(config: Choice, x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.empty_like(x))
+        return 2 * x
+
+    tunable = Tunable("made_up", "small", [Choice()], lambda *_: (torch.ones(64),), run, lambda x: 2 * x.double())
+    ours, theirs = multiprocessing.Pipe()
+    tuner_worker._Bench(theirs, tunable, "cpu", 1).check([0])
+    assert ours.recv()[0] == "begin"
+    assert ours.recv() == ("done", "check", 0, None)
+    assert len(seen) == 2 * tuner_worker.REPEATS
+    assert all(bool(y.isnan().all()) for y in seen)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_what_hangs_is_ended(tuned_run: tuple[tuner.Run, list[str]]) -> None:
