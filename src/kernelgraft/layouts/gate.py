@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from kernelgraft.errors import KernelgraftError
-from kernelgraft.layouts.dry_run import differences, representatives
 from kernelgraft.layouts.findings import Check, Finding, Severity, in_one_line
 from kernelgraft.layouts.matching import match
 from kernelgraft.layouts.records import LoadedKernel
 from kernelgraft.layouts.rules import resolve
+from kernelgraft.layouts.samples import differences, representatives
 from kernelgraft.layouts.saving import original_state_dict
 from kernelgraft.layouts.trial import Trial
 from kernelgraft.models.shrinking import quiet
@@ -40,25 +40,39 @@ class Reference:
     tokens: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     wide_gradients: dict[str, torch.Tensor]
+    """Both empty for a model that cannot be trained as it is."""
+    notes: tuple[str, ...] = ()
+    """What the model cannot do without kernels either."""
 
 
 def reference(trial: Trial) -> Reference:
     """Run the model without kernels, once."""
     logits = _logits(trial, trial.model)
-    steps, tokens = _decode(trial, trial.model)
-    gradients = _gradients(trial, trial.model)
+    steps: tuple[torch.Tensor, ...] = ()
+    tokens: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor] = {}
+    notes: list[str] = []
+    try:
+        steps, tokens = _decode(trial, trial.model)
+    except Exception as error:  # a model that generates in another way
+        notes.append(f"a tiny model does not generate ({in_one_line(error, 120)}): decode steps are not checked")
+    try:
+        gradients = _gradients(trial, trial.model)
+    except Exception as error:  # a model that has no backward
+        notes.append(f"a tiny model has no gradients ({in_one_line(error, 120)}): training is not checked")
     try:
         double = copy.deepcopy(trial.model).double()
-        wide, wide_gradients = _logits(trial, double), _gradients(trial, double)
+        wide, wide_gradients = _logits(trial, double), _gradients(trial, double) if gradients else {}
     except (RuntimeError, TypeError, NotImplementedError):  # code that is written for one dtype
         wide, wide_gradients = logits, gradients
-    return Reference(logits, wide, steps, tokens, gradients, wide_gradients)
+    return Reference(logits, wide, steps, tokens, gradients, wide_gradients, tuple(notes))
 
 
 def gate(trial: Trial, kernels: Sequence[LoadedKernel]) -> list[Finding]:
     """One finding for each way in which the kernels change what the model says, saves or learns, naming the guilty."""
     found = [finding for kernel in kernels for finding in _saved(trial, kernel)]
     wanted = reference(trial)
+    found += [Finding("numbers", "note", note) for note in wanted.notes]
     together = _judged(trial, kernels, wanted)
     if len(kernels) > 1 and together:
         alone = [finding for kernel in kernels for finding in _judged(trial, [kernel], wanted)]
@@ -71,8 +85,8 @@ def _saved(trial: Trial, kernel: LoadedKernel) -> list[Finding]:
     if kernel.layout is None:
         return []
     found = []
-    for site in representatives(trial.model, match(trial.model, [kernel]).places):
-        before = site.moved(site.built().layout)
+    for sample in representatives(trial.model, match(trial.model, [kernel]).places):
+        before = sample.moved(sample.built().layout)
         conversion = resolve(kernel.rules, list(before), getattr(trial.model, "config", None))
         for line in sorted(differences(before, conversion.backward(conversion.forward(before)))):
             message = f"`{kernel.name}Layout.conversion_mapping` does not come back: {line}; correct its reverse_op"
@@ -96,7 +110,7 @@ def _judged(trial: Trial, kernels: Sequence[LoadedKernel], wanted: Reference) ->
         return [finding("build", in_one_line(error))]
     try:
         logits = _logits(trial, model)
-        steps, tokens = _decode(trial, model)
+        steps, tokens = _decode(trial, model) if wanted.steps else ((), None)
     except Exception as error:  # whatever a kernel's forward raises
         return [finding("numbers", _raised(who, "in a run", error, "correct the kernel or its Layout"))]
     own = _error(wanted.logits, wanted.wide)
@@ -116,7 +130,7 @@ def _judged(trial: Trial, kernels: Sequence[LoadedKernel], wanted: Reference) ->
             and not torch.equal(tokens[:, step], wanted.tokens[:, step])
         ):
             break  # two tokens as good as equal: what follows is another text
-    if all(kernel.has_backward or _trains_itself(kernel) for kernel in kernels):
+    if wanted.wide_gradients and all(kernel.has_backward or _trains_itself(kernel) for kernel in kernels):
         return _trained(trial, model, who, wanted, finding)
     return []
 

@@ -51,6 +51,27 @@ class Trial:
 
 def make_trial(config: Any, make: Maker, device: str = "cpu", seed: int = 0) -> Trial:
     """A tiny model like those that `make` builds from `config`. Raises UsageError if it cannot be built or run."""
+    what = type(config).__name__
+    try:
+        model = _built(config, make, seed)
+        what = type(model).__name__
+        trial = replace(_with_inputs(model.to(device), device), config=config)
+        with torch.no_grad():
+            trial.outputs()
+    except Exception as error:  # a model that wants other inputs than text raises whatever it likes
+        said = (
+            in_one_line(error, 160)
+            if isinstance(error, UsageError)
+            else f"{type(error).__name__}: {in_one_line(error, 120)}"
+        )
+        raise UsageError(
+            f"a tiny model of `{what}` cannot be run on text ({said}); its data flow and numbers are not checked"
+        ) from error
+    return trial
+
+
+def _built(config: Any, make: Maker, seed: int) -> nn.Module:
+    """Of the configuration itself if it is small, else of one shrunk; every parameter random, float32, eval mode."""
     own = copy.deepcopy(config)
     with quiet(), torch.device("meta"):
         small = sum(p.numel() for p in make(copy.deepcopy(own)).parameters()) <= SMALL
@@ -60,17 +81,7 @@ def make_trial(config: Any, make: Maker, device: str = "cpu", seed: int = 0) -> 
         model = make(chosen).float().eval()
     _randomise(model, seed)
     _without_dropout(model)
-    model = model.to(device)
-    trial = replace(_with_inputs(model, device), config=config)
-    try:
-        with torch.no_grad():
-            trial.outputs()
-    except Exception as error:  # a model that wants other inputs than text raises whatever it likes
-        what = f"{type(error).__name__}: {in_one_line(error, 120)}"
-        raise UsageError(
-            f"a tiny `{type(model).__name__}` cannot be run on text ({what}); its data flow and numbers are not checked"
-        ) from error
-    return trial
+    return model
 
 
 def _randomise(model: nn.Module, seed: int) -> None:
