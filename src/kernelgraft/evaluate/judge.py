@@ -165,7 +165,9 @@ class Judge:
 def _preloads(solution: Solution, captured: Sequence[Captured]) -> bool:
     """Whether torch's compiler is loaded before the fork. It asks for GPUs; none can be used in a fork after that."""
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in captured[0].inputs)
-    return solution.meta.uses_compiler and solution.spec.language == "python" and not on_gpu
+    # A kernel's CPU job may be the interpreter's, before it runs on a GPU from the same process.
+    harmless = solution.spec.language == "python" or not torch.cuda.is_available()
+    return solution.meta.uses_compiler and harmless and not on_gpu
 
 
 def contract(solution: Solution, definition: Definition) -> str | None:

@@ -68,8 +68,8 @@ class _Session:
         self.poison = _Poison(self.device, wrap=request["wrap_allocations"])
 
     def run(self) -> None:
-        if self.request["solution"]["meta"]["uses_compiler"] and any(c["cotangents"] for c in self.request["cases"]):
-            # The first gradient of a custom op imports it, and it replaces `torch.manual_seed` by one of its own.
+        if self._meets_compiler():
+            # It replaces `torch.manual_seed` by one of its own.
             importlib.import_module("torch._dynamo")
         before = _namespaces()
         try:
@@ -83,6 +83,12 @@ class _Session:
         changed = (name for name, value in before.items() if after.get(name) is not value)
         self.facts["patched"] = [*changed, *added]
         self.facts["threads"] = threading.active_count()
+
+    def _meets_compiler(self) -> bool:
+        """True if the Solution imports torch's compiler: it names it, or the first gradient of a custom op does."""
+        solution, cases = self.request["solution"], self.request["cases"]
+        named = any("torch.compiler" in source["content"] for source in solution["sources"])
+        return solution["meta"]["uses_compiler"] and (named or any(case["cotangents"] for case in cases))
 
     def calls(self) -> None:
         self.say("import")
