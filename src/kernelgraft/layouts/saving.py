@@ -119,7 +119,16 @@ def _saving(below: Callable[..., Any]) -> Callable[..., Any]:
         # What lies across another tensor's storage is no tensor of its own for a file.
         state = {key: t.contiguous() if isinstance(t, torch.Tensor) else t for key, t in state.items()}
         bound.arguments["state_dict"] = state
-        return below(*bound.args, **bound.kwargs)
+        if getattr(self, "hf_quantizer", None) is None:
+            return below(*bound.args, **bound.kwargs)
+        # A quantised model is asked for its tensors again, whatever state dict is given.
+        before = {name: value for name, value in self.__dict__.items() if name == "state_dict"}
+        self.__dict__["state_dict"] = lambda *_, **__: dict(state)
+        try:
+            return below(*bound.args, **bound.kwargs)
+        finally:
+            del self.__dict__["state_dict"]
+            self.__dict__.update(before)
 
     return save_pretrained
 
