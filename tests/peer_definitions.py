@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kernelgraft import families
 from kernelgraft.evaluate import Captured
+from kernelgraft.evaluate.tolerance import compare
 from kernelgraft.families import attention as attention_family
 from kernelgraft.families import gated_mlp
-from kernelgraft.families.reference import define
+from kernelgraft.families.reference import as_tuple, define, run_oracle, run_reference
 from kernelgraft.families.rope_variants import Variant
 from kernelgraft.records import Definition, Site, SourceRef
 from kernelgraft.suppliers.guards import bind_axes
@@ -281,3 +282,29 @@ def sizes_of(definition: Definition) -> list[dict[str, int]]:
         decode = {"batch_size": 2, "q_len": 1, "kv_len": 150, "mask_batch": 1}
         return [decode] if definition.meta.semantics["decode_only"] else [prefill, decode]
     return [{"batch_size": 2, "seq_len": 6, "table_batch": 2}, {"batch_size": 1, "seq_len": 1, "table_batch": 1}]
+
+
+def check(definition: Definition, function: Any, inputs: Sequence[torch.Tensor]) -> str | None:
+    """What is wrong with a function's results for these inputs, in words; None if nothing is. Runs in this process."""
+    before = [x.clone() for x in inputs]
+    with torch.no_grad():
+        actual = as_tuple(function(*inputs))
+    native, exact = run_reference(definition, before), run_oracle(definition, before)
+    if len(actual) != len(definition.outputs):
+        return f"{len(actual)} outputs"
+    for name, a, n, e in zip(definition.outputs, actual, native, exact, strict=True):
+        if (a.shape, a.dtype, a.device) != (n.shape, n.dtype, n.device):
+            return f"{name}: {a.shape} {a.dtype} {a.device}"
+        if n.is_contiguous() and not a.is_contiguous():
+            return f"{name} is not contiguous"
+        if wrong := compare(a.cpu(), n.cpu(), e.cpu(), name=name).wrong:
+            return wrong
+    changed = [n for n, x, y in zip(definition.inputs, inputs, before, strict=True) if not torch.equal(x, y)]
+    return f"changes {changed[0]}" if changed else None
+
+
+def laid_out(definition: Definition, size: dict[str, int], device: str) -> Iterator[list[torch.Tensor]]:
+    """Inputs of one size, contiguous and with their first two axes swapped in memory."""
+    inputs = list(captured(definition, [size], device)[0].inputs)
+    yield inputs
+    yield [x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 2 else x for x in inputs]

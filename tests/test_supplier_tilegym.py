@@ -412,10 +412,40 @@ def test_padding_that_cutile_leaves_undetermined_is_seen_by_the_interpreter(tile
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SERVED)
-def test_the_judge_accepts_it_on_a_gpu(name: str, tilegym: Any, judge: Judge) -> None:
+def test_it_is_right_on_a_gpu(name: str, tilegym: Any) -> None:
+    """In this process, which is quicker than the judge's children."""
     definition, _ = SERVED[name]
-    sizes = [{"batch_size": 2, "seq_len": 3, "table_batch": 2, "q_len": 5, "kv_len": 5}]
-    sizes += [{"batch_size": 1, "seq_len": 1, "table_batch": 1, "q_len": 1, "kv_len": 131}]
     for solution in offered(definition, ON_GPU, machine.read()):
-        verdict = judge.verify(solution, definition, p.captured(definition, sizes, "cuda"))
-        assert verdict.reason is None, f"{solution.name}: {verdict.check} {verdict.reason}"
+        served = 0
+        for size in p.sizes_of(definition):
+            for inputs in p.laid_out(definition, size, "cuda"):
+                if refuses(solution.meta.guard, definition, inputs) is None:
+                    served += 1
+                    wrong = p.check(definition, load(solution), inputs)
+                    assert wrong is None, f"{solution.name} {size}: {wrong}"
+        assert served
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rms norm", "rope, half 48", "silu, packed", "sum and norm"])
+def test_gradients_on_a_gpu(name: str, tilegym: Any) -> None:
+    from kernelgraft.families.reference import as_tuple, reference_function
+
+    definition, _ = SERVED[name]
+    (solution,) = offered(definition, ON_GPU, machine.read())
+    assert solution.meta.guard.autograd
+    inputs: list[Any] = list(p.captured(definition, p.sizes_of(definition), "cuda")[0].inputs)
+    wide = [x.double() for x in inputs]
+
+    def gradients(function: Any, given: list[Any]) -> tuple[torch.Tensor, ...]:
+        wanted = [x.requires_grad_() for n, x in zip(definition.inputs, given, strict=True) if n not in ("cos", "sin")]
+        outputs = as_tuple(function(*given))
+        flows = [torch.cos(torch.arange(y.numel(), device="cuda")).view(y.shape).to(y.dtype) for y in outputs]
+        kept = [x.clone() for x in flows]
+        found = torch.autograd.grad(outputs, wanted, flows)
+        assert all(torch.equal(a, b) for a, b in zip(flows, kept, strict=True)), "the incoming gradient was changed"
+        return found
+
+    exact = gradients(reference_function(definition), wide)
+    for a, b in zip(gradients(load(solution), inputs), exact, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 0.02
