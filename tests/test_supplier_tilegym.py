@@ -271,8 +271,8 @@ def test_attention_ignores_masks_so_that_they_are_refused() -> None:
         assert "ignores masks" in refusal(p.attention(64, BF16, masked=True, **changes))
 
 
-def test_attention_of_float32_would_be_tf32() -> None:
-    assert "tf32" in refusal(p.attention(64, F32))
+def test_attention_of_float32_uses_no_tensor_cores() -> None:
+    assert "no tensor cores" in refusal(p.attention(64, F32))
 
 
 def test_attention_heads() -> None:
