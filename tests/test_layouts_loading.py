@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts_samples import LAYERS, logits, prompt, same_state, state_of, tiny, write_package
+from layouts_samples import LAYERS, logits, same_state, state_of, tiny, write_package
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import kernelgraft
 from kernelgraft.errors import KernelgraftError, UsageError
 from kernelgraft.layouts import KernelSet, find_layouts
-from kernelgraft.layouts.loading import dry_model, refuse_quantised
+from kernelgraft.layouts.loading import dry_model
+from kernelgraft.layouts.quantising import refuse_quantised
 
 NORM_AND_MLP = (("RMSNorm", "model.layers.*.post_attention_layernorm"), ("MLP", "model.layers.*.mlp"))
 
@@ -257,20 +258,120 @@ def test_a_checkpoint_of_other_shapes_raises_as_without_kernels(
     assert_converted(loaded(folder, kernels), folder)
 
 
-class Quantising:
-    """Only that it is there is read before a weight is."""
-
-    quant_method = "bitsandbytes"
+# --- quantising ---
 
 
-def test_quantising_leaves_norms_alone(folder: Path, package: Path) -> None:
+class Int8Linear(nn.Module):
+    """A linear whose rows are 8-bit whole numbers and a scale."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(linear.weight.abs().amax(-1, keepdim=True) / 127)
+        self.weight = nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.weight * self.scale, self.bias)
+
+
+@pytest.fixture
+def int8(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A quantization config whose quantiser, registered with transformers, makes every linear but the head 8-bit."""
+    from transformers.quantizers import HfQuantizer, auto
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    class Config(QuantizationConfigMixin):
+        def __init__(self) -> None:
+            self.quant_method = "sample"  # type: ignore[assignment]
+
+    class Quantiser(HfQuantizer):
+        requires_calibration = False
+        is_trainable = False
+
+        def is_serializable(self) -> bool:
+            return True
+
+        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+            for path, module in list(model.named_modules()):
+                if type(module) is nn.Linear and path != "lm_head":
+                    model.set_submodule(path, Int8Linear(module))
+            return model
+
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "sample", Config)
+    monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "sample", Quantiser)
+    return Config()
+
+
+@pytest.mark.parametrize("option", [{}, {"device_map": "cpu", "dtype": torch.bfloat16}])
+def test_linears_that_kernels_take_are_merged_and_then_quantised(
+    folder: Path, kernels: dict[Any, str], int8: Any, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    wanted = plain(folder, quantization_config=int8, **option)
+    model, info = loaded(folder, kernels, quantization_config=int8, output_loading_info=True, **option)
+    assert type(model.model.layers[0].post_attention_layernorm.gate_up) is Int8Linear
+    assert type(model.model.layers[0].self_attn.q_proj) is Int8Linear
+    assert torch.equal(logits(model), logits(wanted))
+    assert not torch.equal(logits(model), logits(plain(folder, **option)))
+    assert type(model) is type(wanted)
+    assert not info["missing_keys"]
+    assert model.name_or_path == wanted.name_or_path
+    assert model.generation_config.to_dict() == wanted.generation_config.to_dict()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    # Of merged 8-bit numbers no rule makes the original ones.
+    applied = find_layouts(model)
+    assert applied is not None
+    for act in (lambda: model.save_pretrained(tmp_path / "n"), applied.revert, applied.state_dict):
+        with pytest.raises(UsageError, match="was quantised in its Layout"):
+            act()
+    assert torch.equal(logits(model), logits(wanted))
+
+
+def test_kernels_for_norms_stand_beside_quantised_linears(
+    folder: Path, package: Path, int8: Any, tmp_path: Path
+) -> None:
+    wanted = plain(folder, quantization_config=int8)
+    model = loaded(folder, {"RMSNorm": f"{package}:ScaledNorm"}, quantization_config=int8)
+    assert torch.equal(logits(model), logits(wanted))
+    for one, name in ((model, "n"), (wanted, "w")):  # transformers asks a quantised model for its tensors itself
+        one.save_pretrained(tmp_path / name)
+    assert same_state(*(load_file(tmp_path / name / "model.safetensors") for name in "nw"))
+    assert "model.norm.scale" in model.state_dict()
+    applied = find_layouts(model)
+    assert applied is not None
+    applied.revert()
+    assert same_state(state_of(model), state_of(wanted))
+
+
+def test_a_quantised_checkpoint_takes_kernels_for_norms_only(folder: Path, package: Path) -> None:
     skeleton = dry_model(AutoModelForCausalLM, folder)
-    norms = kernelgraft.layouts.load_all({"RMSNorm": f"{package}:ScaledNorm"})
-    refuse_quantised(skeleton, norms, Quantising())
     linears = kernelgraft.layouts.load_all({(NORM_AND_MLP[1],): f"{package}:GateUp"})
     refuse_quantised(skeleton, linears)
-    with pytest.raises(UsageError, match=r"`model\.layers\.0\.mlp`.*`GateUp`.*quantise afterwards"):
-        refuse_quantised(skeleton, linears, Quantising())
+    skeleton.config.quantization_config = {"quant_method": "bitsandbytes"}
+    refuse_quantised(skeleton, kernelgraft.layouts.load_all({"RMSNorm": f"{package}:ScaledNorm"}))
+    with pytest.raises(UsageError, match=r"`model\.layers\.0\.mlp`.*`GateUp`.*quantised already"):
+        refuse_quantised(skeleton, linears)
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_quantisers_of_libraries(folder: Path, kernels: dict[Any, str], library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    tiny("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "m")
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        configs = [TorchAoConfig(Int8WeightOnlyConfig())]
+    else:
+        configs = [BitsAndBytesConfig(load_in_8bit=True), BitsAndBytesConfig(load_in_4bit=True)]
+    for config in configs:
+        model = loaded(tmp_path / "m", kernels, quantization_config=config)
+        wanted = plain(tmp_path / "m", quantization_config=config)
+        torch.testing.assert_close(logits(model), logits(wanted), rtol=1e-5, atol=1e-5)
+
+
+# --- the rest ---
 
 
 def test_the_dry_model_has_no_weights_and_the_classes_of_the_load(folder: Path) -> None:
@@ -301,4 +402,3 @@ def test_the_public_names() -> None:
     assert kernelgraft.KernelSet is KernelSet
     assert kernelgraft.apply_layouts is kernelgraft.layouts.apply_layouts
     assert {"KernelSet", "apply_layouts", "from_pretrained"} <= set(kernelgraft.__all__)
-    assert prompt().dtype == torch.long

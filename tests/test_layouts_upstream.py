@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import kernelgraft
-from kernelgraft.errors import KernelgraftError, UsageError
+from kernelgraft.errors import KernelgraftError
 from kernelgraft.layouts import find_layouts
 
 NORM_AND_MLP = (("RMSNorm", "model.layers.*.post_attention_layernorm"), ("MLP", "model.layers.*.mlp"))
@@ -703,20 +703,7 @@ def test_the_saved_configuration_is_the_original(folder: Path, package: Path, tm
     assert one == other
 
 
-# --- quantised weights ---
-
-
-class Quantising:
-    """Looks like a quantization config: only that it is there is read before a weight is."""
-
-    quant_method = "bitsandbytes"
-
-
-def test_quantising_what_a_kernel_merges_is_refused(folder: Path, package: Path) -> None:
-    # saved 4-bit: packed data are chunked and the reload fails
-    kernels = {NORM_AND_MLP: f"{package}:NormMLP"}
-    with pytest.raises(UsageError, match="quantise afterwards"):
-        loaded(folder, kernels, quantization_config=Quantising())
+# --- quantised weights: quantising while loading is in test_layouts_loading.py ---
 
 
 def test_a_quantised_checkpoint_is_refused(folder: Path, package: Path, tmp_path: Path) -> None:

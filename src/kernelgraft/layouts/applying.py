@@ -45,8 +45,10 @@ class AppliedLayouts:
         """Put back the same modules and parameter objects, with the values of now. A second call does nothing.
 
         Values that were not trained meanwhile are those of before, bit for bit. Raises GraftError if something was
-        put over a Layout: everything else is back then, and another call tries the rest.
+        put over a Layout: everything else is back then, and another call tries the rest. Raises UsageError, with
+        nothing changed, if a Layout was quantised.
         """
+        saving.refuse_quantised_layouts(self.model)
         reasons = []
         for one in reversed([one for one in self._seats if one.seated]):
             try:

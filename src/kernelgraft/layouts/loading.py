@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from kernelgraft.errors import UsageError
@@ -24,6 +23,7 @@ from kernelgraft.layouts.findings import refuse
 from kernelgraft.layouts.kernel_set import KernelSet
 from kernelgraft.layouts.matching import places
 from kernelgraft.layouts.packages import load_all
+from kernelgraft.layouts.quantising import PLACING, linear_taken, load_quantised, refuse_quantised
 from kernelgraft.layouts.records import LoadedKernel
 from kernelgraft.models.shrinking import quiet
 
@@ -51,7 +51,6 @@ _WEIGHTS_ONLY = (
     "device_mesh",
     "low_cpu_mem_usage",
 )
-_PLACING = ("device_map", "max_memory", "offload_folder", "offload_buffers")
 # One at a time: torch's default dtype is the process's while transformers builds a model.
 _loading = threading.RLock()
 
@@ -76,11 +75,13 @@ def from_pretrained(auto_class: Any, path: Any, *, kernels: Any, check: bool = T
         device = _device(kwargs.get("device_map"))
         loaded = load_all(chosen, device=device)
         skeleton = dry_model(auto_class, path, **kwargs)
-        refuse_quantised(skeleton, loaded, kwargs.get("quantization_config"))
+        refuse_quantised(skeleton, loaded)
         if check:
             from kernelgraft.layouts.checking import check as find_faults
 
             refuse(find_faults(loaded, skeleton, device=device))
+        if kwargs.get("quantization_config") is not None and linear_taken(skeleton, loaded) is not None:
+            return load_quantised(auto_class, path, loaded, kwargs)
         del skeleton
         result = auto_class.from_pretrained(path, **kwargs)
         model = _model_of(result)
@@ -90,7 +91,7 @@ def from_pretrained(auto_class: Any, path: Any, *, kernels: Any, check: bool = T
         # Rules want values. So once more into memory, and what was to be offloaded is offloaded with the kernels on it.
         device_map = model.hf_device_map
         del model, result
-        options = {name: value for name, value in kwargs.items() if name not in _PLACING}
+        options = {name: value for name, value in kwargs.items() if name not in PLACING}
         result = auto_class.from_pretrained(path, **options)
         model = _model_of(result)
         apply_layouts(model, loaded, check=False)
@@ -108,26 +109,6 @@ def dry_model(auto_class: Any, path: Any, **kwargs: Any) -> PreTrainedModel:
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = build(config, **options)
     return model.eval()
-
-
-def refuse_quantised(model: nn.Module, loaded: Sequence[LoadedKernel], given: Any = None) -> None:
-    """Raise UsageError if a kernel wants weights that the checkpoint, or the load, has in quantised form.
-
-    Norms and the like are never quantised, so kernels that leave linears alone are let through.
-    """
-    stored = getattr(getattr(model, "config", None), "quantization_config", None)
-    if stored is None and given is None:
-        return
-    root = model
-    for place in places(root, loaded):
-        for path in place.paths:
-            if any(isinstance(inner, nn.Linear) for inner in root.get_submodule(path).modules()):
-                how = (
-                    "the checkpoint is quantised already; load the original one"
-                    if stored is not None
-                    else "`quantization_config` quantises it while loading; load without it and quantise afterwards"
-                )
-                raise UsageError(f"`{path}`, which `{place.kernel.name}` takes, holds linears, and {how}")
 
 
 def _model_of(result: Any) -> PreTrainedModel:

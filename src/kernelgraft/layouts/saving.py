@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernelgraft.errors import UsageError
 from kernelgraft.layouts.rules import Conversion
 from kernelgraft.sites import Undo, current, install
 
@@ -82,12 +83,24 @@ def original_state_dict(model: nn.Module, state: Mapping[str, Any] | None = None
 
     Keys that are not those of a converted place stay as they are, so what is original already is unchanged.
     """
+    refuse_quantised_layouts(model)
     found = dict(model.state_dict() if state is None else state)
     for path, module in model.named_modules():
         names: Names | None = module.__dict__.get(NAMES)
         if names is not None:
             found = names.back(found, path.removesuffix(names.first)) or found
     return found
+
+
+def refuse_quantised_layouts(model: nn.Module) -> None:
+    """Raise UsageError if tensors of a Layout were quantised: no rule makes the original ones of them."""
+    for path, module in model.named_modules():
+        for name, tensor in module.named_parameters() if NAMES in module.__dict__ else ():
+            if not tensor.is_floating_point() or type(tensor).__module__.partition(".")[0] != "torch":
+                raise UsageError(
+                    f"`{path}.{name}` was quantised in its Layout (`{type(tensor).__name__}`), so the original tensors "
+                    "are gone; save or revert before quantising, or load again without kernels"
+                )
 
 
 def save_originals(root: nn.Module) -> None:
