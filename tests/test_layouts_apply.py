@@ -28,10 +28,19 @@ from layout_samples import (
     tiny,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM, Concatenate, WeightConverter
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    Concatenate,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    WeightConverter,
+)
 from transformers.conversion_mapping import WeightRenaming
 from transformers.models.llama import modeling_llama
 
+from kernelgraft import models
 from kernelgraft.errors import ConflictError, GraftError, UsageError
 from kernelgraft.layouts.applying import apply_layouts, find_layouts
 from kernelgraft.layouts.records import LoadedKernel
@@ -119,6 +128,56 @@ def test_a_renaming_layout_fits_every_norm_of_a_model(model_type: str, tmp_path:
     assert_same(bits(model), state)
 
 
+class GainLayerNormLayout(nn.Module):
+    conversion_mapping: ClassVar = [WeightRenaming("weight", "gain"), WeightRenaming("bias", "shift")]
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(normalized_shape))
+        self.shift = nn.Parameter(torch.zeros(normalized_shape))
+        self.eps = eps
+
+
+class GainLayerNorm(nn.Module):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(input, self.gain.shape, self.gain, self.shift, self.eps)
+
+
+@pytest.mark.parametrize(("model_type", "count"), [("gpt_neox", 5), ("opt", 5)])
+def test_a_class_of_torch_is_replaced_like_any_other(model_type: str, count: int, tmp_path: Path) -> None:
+    model = tiny(model_type, word_embed_proj_dim=32, ffn_dim=48)
+    before, state = logits(model), bits(model)
+    applied = apply(model, [loaded("LayerNorm", GainLayerNorm, GainLayerNormLayout)])
+    assert len(applied.report()) == count
+    assert torch.equal(logits(model), before)
+    model.save_pretrained(tmp_path)
+    assert_same(bits(reloaded(tmp_path)), state)
+
+
+def test_a_rule_reaches_the_replaced_modules_and_no_other_tower(tmp_path: Path) -> None:
+    vision = CLIPVisionConfig(
+        **{
+            k: samples.SMALL[k]
+            for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        },
+        image_size=8,
+        patch_size=4,
+    )
+    text = LlamaConfig(**samples.SMALL)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=63)).eval()
+    models.randomise(model, seed=3)
+    before, state = logits(model), bits(model)
+    key = tuple((name, path.replace("model.", "model.language_model.", 1)) for name, path in samples.NORM_MLP)
+    renamed = loaded("RMSNorm", samples.CustomRMSNorm, samples.CustomRMSNormLayout)
+    applied = apply(model, [renamed, loaded(key, samples.RMSNormMLP, samples.RMSNormMLPLayout)])
+    assert not [row for row in applied.report() if "vision" in row["path"]]
+    assert torch.equal(logits(model), before)
+    model.save_pretrained(tmp_path)
+    plain, info = LlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same(bits(plain), state)
+
+
 def test_arguments_of_other_names_are_given_by_position() -> None:
     model = tiny("gemma2")
     before = logits(model)
@@ -188,6 +247,8 @@ def test_shares_of_one_call_never_serve_another() -> None:
             for part, old in zip(mine, parts, strict=True):
                 torch.testing.assert_close(part(x), old(x))
         assert len(calls) == 2 and whole is type(mine[0])._kernelgraft_whole
+        torch.testing.assert_close(mine[0](one), parts[0](one))
+        torch.testing.assert_close(mine[1](other), parts[1](other))
         torch.testing.assert_close(mine[2](one), parts[2](one))
         torch.testing.assert_close(mine[2](one), parts[2](one))
         torch.testing.assert_close(mine[0](one), parts[0](one))
@@ -296,6 +357,17 @@ def test_gradients_from_before_are_kept() -> None:
     assert torch.equal(layer.mlp.gate_proj.gate_up.weight.grad, wanted)
     applied.revert()
     assert_same({name: p.grad for name, p in model.named_parameters()}, gradients)
+
+
+def test_nothing_stays_behind_and_the_mode_is_kept() -> None:
+    model = tiny().train()
+    applied = apply(model, EVERYTHING)
+    assert all(module.training for module in model.modules())
+    assert any(module._load_state_dict_pre_hooks for module in model.modules())
+    applied.revert()
+    for module in model.modules():
+        assert not module._load_state_dict_pre_hooks
+        assert not [name for name in vars(module) if "kernelgraft" in name or name == "forward"]
 
 
 @every_set
@@ -618,6 +690,7 @@ def test_a_dispatched_model_is_converted_under_its_hooks() -> None:
         if not list(module.children()):
             accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook("cpu"))
     applied = apply(model, [RENAME, MERGED_GATE_UP])
+    assert all("_hf_hook" in vars(m) for m in (model.model.norm, model.model.layers[0].mlp.gate_proj))
     assert torch.equal(logits(model), before)
     applied.revert()
     assert torch.equal(logits(model), before)
