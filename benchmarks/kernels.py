@@ -74,12 +74,12 @@ def others() -> dict[str, Any]:
 
 def cases(peers: dict[str, Any], models: list[str]) -> Iterator[Case]:
     """All cases, those of one model and regime together."""
+    yield from matrix_cases.long_caches(peers)
     places = [(m, r, s) for m in models for r, s in REGIMES.items()]
     for name, regime, (batch, length) in [*places, *([BIG] if BIG[0] in models else [])]:
         yield from memory_cases.cases(name, regime, batch, length, peers)
         if regime in REGIMES:
             yield from matrix_cases.cases(name, regime, batch, length, peers)
-    yield from matrix_cases.long_caches(peers)
 
 
 # What a call costs on the host

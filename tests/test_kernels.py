@@ -412,7 +412,7 @@ def test_rope_rounds_products_as_torch_does(device: str) -> None:
             assert torch.equal(y, turn(x))
         else:  # a GPU may join a product and a sum into one operation with one rounding
             parts = x.double().abs() * cos.abs().unsqueeze(1), x.double().roll(32, -1).abs() * sin.abs().unsqueeze(1)
-            assert bool(((y.double() - turn(x.double())).abs() <= 2**-8 * sum(parts)).all())
+            assert bool(((y.double() - turn(x.double())).abs() <= 2**-7 * sum(parts)).all())
 
 
 TUNINGS = [

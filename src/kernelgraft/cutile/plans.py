@@ -57,6 +57,8 @@ class Tuning:
         return hinted(kernel, self.occupancy, self.worker_warps)
 
 
+_launch = ct.launch
+"""As it is now: other packages put slower functions of their own in its place."""
 _current: Any = getattr(torch._C, "_cuda_getDevice", None)
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """None where torch was built without CUDA; then no tensor is on a GPU."""
@@ -72,7 +74,7 @@ def fire(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
         return
     device = first.get_device()
     if device == _current():
-        ct.launch(_stream(device), plan.grid, plan.kernel, (*tensors, *plan.constants))
+        _launch(_stream(device), plan.grid, plan.kernel, (*tensors, *plan.constants))
     else:
         with torch.cuda.device(device):
             fire(plan, tensors)

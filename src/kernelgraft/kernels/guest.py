@@ -19,9 +19,10 @@ class at:
     """A context manager in which foreign cuTile launchers serve tensors that lie where `tensor` does.
 
     On a GPU: such launchers take the current device and its stream, so that the tensor's becomes current. On a CPU:
-    the interpreter runs the kernels; on `meta` nothing does. `tunes`: the operation would time configurations at each new shape, for seconds;
-    here it takes its fixed one, unless the environment says whether TileGym tunes. `zero_padding`: the operation is
-    right only where padding that cuTile leaves undetermined is zero, as GPUs fill it: no fault for the interpreter.
+    the interpreter runs the kernels; on `meta` nothing does. `tunes`: the operation would time configurations at each
+    new shape, for seconds; here it takes its fixed one, unless the environment says whether TileGym tunes.
+    `zero_padding`: the operation is right only where padding that cuTile leaves undetermined is zero, as GPUs fill it:
+    no fault for the interpreter.
     """
 
     __slots__ = ("_fixed", "_stack", "_tensor", "_tunes", "_zero_padding")

@@ -183,7 +183,7 @@ def rows_kernel(
         value += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
     if GATED:
         value = activated(value, ACT) * (unfolded(other, TILE, FOLD, COLUMNS) * last[None, :])
-    place = m[None, :] * outputs.to(tl.int64) + n[:, None]
+    place = m[None, :].to(tl.int64) * outputs + n[:, None]
     inside = (m < count)[None, :] & (n < outputs)[:, None]
     if RESIDUAL:
         value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
