@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import inspect
+import pickle
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -433,6 +434,20 @@ def test_a_deep_copy_runs_saves_and_reverts_by_itself(kernels: Sequence[LoadedKe
     assert_same(bits(other), state)
     assert torch.equal(logits(other), before)
     assert applied.active and find_layouts(model) is applied
+
+
+def test_a_pickle_is_refused_in_words_or_is_the_original() -> None:
+    model = tiny()
+    before = logits(model)
+    with apply(model, EVERYTHING):
+        with pytest.raises(UsageError, match="cannot be pickled; use `save_pretrained`"):
+            pickle.dumps(model)
+        shallow = copy.copy(model.model.norm)
+        assert type(shallow) is type(model.model.norm) and shallow.scale is model.model.norm.scale
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model))), before)
+    apply(model, [loaded("Qwen3RMSNorm", samples.Stateless)])
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), before) and find_layouts(again) is None
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:

@@ -108,6 +108,10 @@ class AppliedLayouts:
                 memo[id(tensor)] = nn.Parameter(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
         return AppliedLayouts(copy.deepcopy(self.model, memo), copy.deepcopy(self._seats, memo), self._untouched)
 
+    def __reduce__(self) -> Any:
+        # A forward that is bound to an instance is pickled by name: what is loaded has the original again.
+        return _nothing, ()
+
     def __enter__(self) -> AppliedLayouts:
         return self
 
@@ -165,7 +169,11 @@ def _refuse_findings(root: nn.Module, loaded: Sequence[LoadedKernel]) -> None:
 
 
 def _marked(model: nn.Module) -> list[AppliedLayouts]:
-    return list(model.__dict__.get(LAYOUTS, ()))
+    return [applied for applied in model.__dict__.get(LAYOUTS, ()) if applied is not None]
+
+
+def _nothing() -> None:
+    return None
 
 
 def _mark(model: nn.Module, applied: Sequence[AppliedLayouts]) -> None:

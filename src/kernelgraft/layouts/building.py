@@ -81,6 +81,7 @@ def layout_class(kernel: LoadedKernel, passes_for: type[nn.Module] | None = None
         forward = kernel_forward(kernel, own)
         # The classes are in the body so that they live as long as their ids are in use.
         body: dict[str, Any] = {"forward": forward, "_kernelgraft_classes": (kernel.kernel, layout, passes_for)}
+        body.update(__deepcopy__=_deep_copy, __copy__=_shallow_copy, __reduce_ex__=_refuse_pickling)
         if passes_for is not None:
             body["__class__"] = property(lambda self: passes_for)
         if parallel:
@@ -88,6 +89,27 @@ def layout_class(kernel: LoadedKernel, passes_for: type[nn.Module] | None = None
         body.update(__module__=layout.__module__, __doc__=layout.__doc__, __qualname__=layout.__qualname__)
         _classes[key] = type(layout.__name__, (layout,), body)
     return _classes[key]
+
+
+def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    made = _shallow_copy(self, empty=True)
+    memo[id(self)] = made
+    made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return made
+
+
+def _shallow_copy(self: nn.Module, empty: bool = False) -> nn.Module:
+    owner = type(self)
+    made: nn.Module = owner.__new__(owner)
+    made.__dict__.update({} if empty else self.__dict__)
+    return made
+
+
+def _refuse_pickling(self: nn.Module, protocol: int) -> Any:
+    # Its class is made here, and what is installed on instances beside it is lost in a pickle.
+    raise UsageError(
+        f"a model with a `{type(self).__name__}` cannot be pickled; use `save_pretrained`, or revert the Layouts first"
+    )
 
 
 def kernel_forward(loaded: LoadedKernel, own: Forward | None) -> Forward:
