@@ -215,8 +215,10 @@ class Norm(nn.Module):
     }
     place = write_package(tmp_path / "right", right.replace("BODY", bodies[kind]))
     assert check({key: f"{place}:Norm"}, config, make=auto.from_config) == []
-    place = write_package(tmp_path / "wrong", right.replace("BODY", f"1.01 * {bodies[kind]}"))
-    assert only(check({key: f"{place}:Norm"}, config, make=auto.from_config)).check == "numbers"
+    unscaled = bodies[kind].replace("self.weight, self.bias", "None, None").replace("self.weight * ", "")
+    assert unscaled != bodies[kind]
+    place = write_package(tmp_path / "wrong", right.replace("BODY", unscaled))
+    assert only(check({key: f"{place}:Norm"}, config, make=auto.from_config)).check == "numbers", "scales were all one"
 
 
 # --- names, shapes, saving ---
