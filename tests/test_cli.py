@@ -215,7 +215,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
             "--pairs",
             "--use-cutile",
         ],
-        "export": ["--dest", "--format", "--overwrite", "--package"],
+        "export": ["--dest", "--format", "--overwrite", "--package", "--repo"],
         "run": sorted([*common, "--force", "--new-tokens", "--pairs", "--policy", "--suppliers"]),
     }
 

@@ -222,17 +222,20 @@ def bench(
 def export(
     graft: Annotated[Path, typer.Argument(help="Folder of the graft.")],
     dest: Annotated[Path, typer.Option(help="Where to write.")],
-    format: Annotated[str, typer.Option(help="monkey-patch or flashinfer-trace.")] = "monkey-patch",
+    format: Annotated[str, typer.Option(help="monkey-patch, flashinfer-trace or hub.")] = "monkey-patch",
     package: Annotated[str, typer.Option(help="Name of the emitted package.")] = "kernelgraft_kernels",
+    repo: Annotated[str | None, typer.Option(help="With --format hub: the kernel repository, owner/name.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
-    """Write a graft as plain Python that patches classes before load, or as a FlashInfer-Bench trace set."""
+    """Write a graft as Python that patches classes before load, as a FlashInfer-Bench trace set or a kernel package."""
     from kernelgraft import emit
     from kernelgraft.records import Graft
 
     source = _existing(graft)
     record = source.load_record("graft", Graft)
-    files = emit.export(record, format=format, dest=dest, package=package, inventory=source, overwrite=overwrite)
+    files = emit.export(
+        record, format=format, dest=dest, package=package, inventory=source, overwrite=overwrite, repo=repo
+    )
     for file in files:
         print(file)
 

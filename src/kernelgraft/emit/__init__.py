@@ -1,4 +1,4 @@
-"""Write a graft down for others: as plain Python that patches transformers, or as a trace set."""
+"""Write a graft down for others: as plain Python that patches transformers, as a trace set, as a kernel package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernelgraft.errors import UsageError
 from kernelgraft.records import Graft
 from kernelgraft.store import Inventory
 
-FORMATS = ("monkey-patch", "flashinfer-trace")
+FORMATS = ("monkey-patch", "flashinfer-trace", "hub")
 _RESERVED = ("kernelgraft", "torch", "transformers")
 
 __all__ = ["FORMATS", "export"]
@@ -29,18 +29,23 @@ def export(
     inventory: Inventory | None = None,
     config: Any = None,
     overwrite: bool = False,
+    repo: str | None = None,
 ) -> list[Path]:
     """Write a graft in one of `FORMATS` below the folder `dest`; returns the files.
 
     `monkey-patch`: the package `<dest>/<package>`, whose module for this model is called `submodule` (None: the model
     type); `config` is the model's configuration, if neither the inventory nor the model's name leads to it.
-    `flashinfer-trace`: `dest` becomes the root of a trace set. All files appear at once, or none: they are written
-    beside and moved. What is there is kept unless `overwrite`, and then only files of an export are replaced.
+    `flashinfer-trace`: `dest` becomes the root of a trace set. `hub`: `dest` becomes the root of the kernel repository
+    `repo` (`owner/name`), with two-class kernels for transformers' KernelConfig and ours; it needs the configuration
+    too. All files appear at once, or none: they are written beside and moved. What is there is kept unless
+    `overwrite`, and then only files of an export are replaced.
     Raises UsageError for an unknown format, a bad name, a place that is taken or cannot be written, a graft without
     anything to export.
     """
     if format not in FORMATS:
         raise UsageError(f"unknown format `{format}`; known: {', '.join(FORMATS)}")
+    if repo is not None and format != "hub":
+        raise UsageError("`--repo` names the repository of a kernel package: give --format hub with it")
     root = Path(dest)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -49,6 +54,8 @@ def export(
             stage.mkdir()
             if format == "monkey-patch":
                 return _monkey_patch(graft, root, stage, package, submodule, inventory, config, overwrite)
+            if format == "hub":
+                return _hub(graft, root, stage, repo, inventory, config, overwrite)
             return _trace_set(graft, root, stage, inventory, overwrite)
     except OSError as error:
         raise UsageError(
@@ -134,6 +141,36 @@ def _trace_set(graft: Graft, root: Path, stage: Path, inventory: Inventory | Non
     for name in there:
         os.replace(root / name, stage.parent / f"replaced-{name}")
     for path in stage.iterdir():
+        os.replace(path, root / path.name)
+    return files
+
+
+def _hub(
+    graft: Graft,
+    root: Path,
+    stage: Path,
+    repo: str | None,
+    inventory: Inventory | None,
+    config: Any,
+    overwrite: bool,
+) -> list[Path]:
+    from kernelgraft.emit import hub_package
+
+    name = hub_package.check_repo(repo)
+    there = [p for p in root.iterdir() if not p.name.startswith(".export-")]
+    if there and not overwrite:
+        raise UsageError(f"`{root}` exists and is not empty; give another destination, or overwrite it")
+    variant = root / "build" / hub_package.VARIANT
+    for path in (variant / "layers.py", root / "README.md"):
+        if path.exists() and hub_package.HEADER not in path.read_text(encoding="utf-8", errors="replace"):
+            raise UsageError(f"`{path}` was not written by an export and is kept; give another destination")
+    hub_package.write(graft, stage, repo=name, inventory=inventory, config=config)
+    files = _listed(stage, root)
+    (root / "build").mkdir(exist_ok=True)
+    if variant.exists():
+        os.replace(variant, stage.parent / "replaced")
+    os.replace(stage / "build" / hub_package.VARIANT, variant)
+    for path in [p for p in stage.iterdir() if p.is_file()]:
         os.replace(path, root / path.name)
     return files
 

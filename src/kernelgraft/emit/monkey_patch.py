@@ -90,17 +90,17 @@ def write(
         }
     if functions:
         listed = {"modules": modules, "functions": functions}
-        files[f"{home}modeling_{submodule}.py"] = _render("modeling.py.j2", {**common, **listed})
+        files[f"{home}modeling_{submodule}.py"] = render("modeling.py.j2", {**common, **listed})
     names = [c.family for c in computes]
-    files[f"{home}__init__.py"] = _render("submodule.py.j2", {**common, "computes": names, "skipped": skipped})
+    files[f"{home}__init__.py"] = render("submodule.py.j2", {**common, "computes": names, "skipped": skipped})
     files[f"{home}config.json"] = small.to_json_string(use_diff=False)
-    files["patching.py"] = _render("patching.py.j2", {**common, **_embedded()})
-    files["checking.py"] = _render("checking.py.j2", common)
-    files[f"bench_{submodule}.sh"] = _render("bench.sh.j2", {**common, **_bench(graft, inventory)})
+    files["patching.py"] = render("patching.py.j2", {**common, **_embedded()})
+    files["checking.py"] = render("checking.py.j2", common)
+    files[f"bench_{submodule}.sh"] = render("bench.sh.j2", {**common, **_bench(graft, inventory)})
     files["__init__.py"] = f'"""Kernels for transformers models. {HEADER} {VERSION}."""\n'
     for name, text in files.items():
-        _put(stage / "transformers" / name, text)
-    _put(stage / "__init__.py", f'"""Kernels of `{package}`. {HEADER} {VERSION}."""\n')
+        put(stage / "transformers" / name, text)
+    put(stage / "__init__.py", f'"""Kernels of `{package}`. {HEADER} {VERSION}."""\n')
 
 
 def write_apply(folder: Path, package: str) -> None:
@@ -117,7 +117,7 @@ def write_apply(folder: Path, package: str) -> None:
                 {"name": init.parent.name, "model_type": found["MODEL_TYPE"], "computes": found["COMPUTES"]}
             )
     context = {"header": f"{HEADER} {VERSION}.", "package": package, "submodules": submodules}
-    _put(folder / "monkey_patch.py", _render("apply.py.j2", context))
+    put(folder / "monkey_patch.py", render("apply.py.j2", context))
 
 
 def _embedded() -> dict[str, str]:
@@ -140,7 +140,7 @@ def _compute_files(compute: Compute, graft: Graft, common: dict[str, Any], captu
         "family": compute.family,
         "compute": compute.family,
         "kernels": compute.kernels,
-        "measured": _measured(compute, graft),
+        "measured": measured_lines(compute, graft),
         "standard_imports": sorted(standard),
         "imports": imports,
         "local_imports": local,
@@ -153,8 +153,8 @@ def _compute_files(compute: Compute, graft: Graft, common: dict[str, Any], captu
         "captured": captured,
     }
     files = {
-        f"monkey_patch_{compute.family}.py": _render("compute.py.j2", context),
-        f"test_monkey_patch_{compute.family}.py": _render("test.py.j2", context),
+        f"monkey_patch_{compute.family}.py": render("compute.py.j2", context),
+        f"test_monkey_patch_{compute.family}.py": render("test.py.j2", context),
     }
     for name, solution in compute.packages.items():
         files[f"{name}/__init__.py"] = f'"""Sources of `{solution.name}`."""\n'
@@ -162,7 +162,7 @@ def _compute_files(compute: Compute, graft: Graft, common: dict[str, Any], captu
     return files
 
 
-def _measured(compute: Compute, graft: Graft) -> list[str]:
+def measured_lines(compute: Compute, graft: Graft) -> list[str]:
     """What the graft's figures say, one line a seat."""
     device = graft.machine.gpu if graft.model.device.startswith("cuda") and graft.machine.gpu else graft.machine.cpu
     lines = [f"Measured on {device} with torch {graft.machine.versions.get('torch', 'unknown')}, µs a call:", ""]
@@ -223,7 +223,8 @@ def _bench(graft: Graft, inventory: Inventory | None) -> dict[str, str]:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """Where the templates of emitted files come from."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kernelgraft.emit"),
         undefined=jinja2.StrictUndefined,
@@ -236,8 +237,9 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _render(template: str, context: dict[str, Any]) -> str:
-    return _environment().get_template(template).render(context)
+def render(template: str, context: dict[str, Any]) -> str:
+    """The text of an emitted file."""
+    return environment().get_template(template).render(context)
 
 
 def _literal(value: Any, depth: int = 0) -> str:
@@ -256,7 +258,7 @@ def _literal(value: Any, depth: int = 0) -> str:
     return "{\n" + lines + " " * depth + "}"
 
 
-def _put(path: Path, content: str | bytes) -> None:
+def put(path: Path, content: str | bytes) -> None:
     """Write a file of the stage; Python that does not compile would be a fault of ours."""
     data = content.encode() if isinstance(content, str) else content
     if path.suffix == ".py":

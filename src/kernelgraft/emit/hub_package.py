@@ -1,0 +1,217 @@
+"""A graft's module patches as a package of two-class kernels: `build/torch-universal/`, a README card, kernels.json.
+
+A kernel class is made for each class of modules that the graft patched: its forward is the graft's dispatch (guards
+included), its Layout the original class, where that is exact with linears merged that read the same input. What the
+package says of itself is tried before it is written: the check of Layouts on the model's configuration, gradients and
+tracing on a small model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from kernelgraft.emit import computes as code
+from kernelgraft.emit import hub_trial, monkey_patch, testing
+from kernelgraft.emit.hub_classes import HubClass, classes_of, plan_merges
+from kernelgraft.emit.monkey_patch import HEADER, VERSION
+from kernelgraft.errors import UsageError
+from kernelgraft.records import Graft, Patch, Solution
+from kernelgraft.store import Inventory
+
+VARIANT = "torch-universal"
+PACKAGE_VERSION = 1
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z][\w.-]*[A-Za-z0-9]")
+
+
+def check_repo(repo: str | None) -> str:
+    """The name of a repository; raises UsageError if it is none."""
+    if repo is None or not _REPO.fullmatch(repo):
+        raise UsageError(f"`{repo}` is not `owner/name`: give the repository as --repo owner/name")
+    return repo
+
+
+def write(graft: Graft, stage: Path, *, repo: str, inventory: Inventory | None, config: Any = None) -> None:
+    """Write the package into the folder `stage`. UsageError if nothing can be exported, or it does not fit the model.
+
+    Where merged linears do not fit, the Layouts keep the modules as they are, and the card says why.
+    """
+    skipped: list[str] = []
+    patches = [_of_modules(patch, skipped) for patch in graft.accepted]
+    chosen = [patch for patch in patches if patch is not None]
+    if not chosen:
+        detail = f": {skipped[0]}" if skipped else ", for it has no accepted patch"
+        raise UsageError(f"the graft of `{graft.model.name}` has no module to export{detail}")
+    built = []
+    for family in dict.fromkeys(p.family for p in chosen):
+        compute = code.Compute(family, [p for p in chosen if p.family == family])
+        code.build(compute, graft, {}, [], skipped)
+        built.append(compute)
+    classes = [one for compute in built for one in classes_of(compute, skipped)]
+    if not classes:
+        raise UsageError(f"the graft of `{graft.model.name}` has no module to export: {skipped[0]}")
+    full = testing.configuration(graft, inventory, config)
+    small = testing.small(full, [site for p in chosen for site in p.sites])
+    plan_merges(classes, built, graft, full)
+    device = graft.model.device.partition(":")[0]
+    notes = _fitting(classes, stage, full, lambda: _files(graft, repo, built, classes, [], skipped), device, skipped)
+    how = hub_trial.measure(stage / "build" / VARIANT, classes, small, graft.model)
+    _put_all(stage, _files(graft, repo, built, classes, notes, skipped, how))
+
+
+def _of_modules(patch: Patch, skipped: list[str]) -> Patch | None:
+    """A patch with its module sites only; None if it has none."""
+    skipped += code.unservable(patch)
+    others = [s for s in patch.sites if s.kind != "module"]
+    skipped += [f"{patch.family} at `{s.key}`: a place of kind {s.kind}, which monkey-patch exports" for s in others]
+    sites = tuple(s for s in patch.sites if s.kind == "module" and s.class_name.startswith("transformers."))
+    return patch.model_copy(update={"sites": sites}) if sites else None
+
+
+def _fitting(
+    classes: Sequence[HubClass],
+    stage: Path,
+    config: PreTrainedConfig,
+    files: Callable[[], dict[str, str]],
+    device: str,
+    skipped: list[str],
+) -> list[str]:
+    """Write what fits the model: first with merged linears, then without. The lines of the check that are left."""
+    while True:
+        _put_all(stage, files())
+        found = hub_trial.fits(stage, classes, config, device)
+        wrong = [f for f in found if f.severity != "note"]
+        if not wrong:
+            return [str(f) for f in found]
+        merged = [one for one in classes if one.merge and any(f.kernel in (one.name, None) for f in wrong)]
+        if not merged:
+            raise UsageError(f"the package does not fit the graft's model: {wrong[0]}")
+        for one in merged:
+            reason = next(str(f) for f in wrong if f.kernel in (one.name, None))
+            skipped.append(f"the linears of `{one.owner}` are not merged: {reason}")
+            one.merge = None
+
+
+# --- files ---
+
+
+def _files(
+    graft: Graft,
+    repo: str,
+    built: Sequence[code.Compute],
+    classes: Sequence[HubClass],
+    notes: Sequence[str],
+    skipped: Sequence[str],
+    how: str = "not measured",
+) -> dict[str, str]:
+    render = monkey_patch.render
+    used = [compute for compute in built if any(one.family == compute.family for one in classes)]
+    common = {
+        "header": f"{HEADER} {VERSION}.",
+        "repo": repo,
+        "model": graft.model.name,
+        "model_type": graft.model.type,
+        "transformers": graft.model.transformers,
+        "dtype": graft.model.dtype,
+        "device": graft.machine.gpu if graft.model.device.startswith("cuda") else graft.machine.cpu,
+        "classes": classes,
+        "version": PACKAGE_VERSION,
+        "families": [compute.family for compute in used],
+    }
+    title = f'"""Kernels of `{repo}`. {HEADER} {VERSION}."""'
+    build = {"__init__.py": f'{title}\n\nfrom . import layers\n\n__all__ = ["layers"]\n'}
+    build["guards.py"] = render("hub_guards.py.j2", {**common, **_helpers()})
+    build["layers.py"] = render("hub_layers.py.j2", common)
+    needs: set[str] = set()
+    for compute in used:
+        foreign = [line for line in compute.merged.imports if _root(line) not in ("torch", *sys.stdlib_module_names)]
+        needs |= {root for line in foreign if (root := _root(line))}
+        standard = {line for line in compute.merged.imports if _root(line) in sys.stdlib_module_names}
+        standard |= {"from collections.abc import Callable", "from typing import Any"}
+        names = {*re.findall(r"^import torch\..*|^from torch.*", "\n".join(compute.merged.imports), re.M)}
+        own = [one for one in classes if one.family == compute.family]
+        context = {
+            **common,
+            "family": compute.family,
+            "groups": compute.groups,
+            "measured": monkey_patch.measured_lines(compute, graft),
+            "standard_imports": sorted(standard) + sorted(names),
+            "foreign_imports": foreign,
+            "choosers": sorted({seat["select"] for one in own for seat in one.seats}),
+        }
+        build[f"{compute.family}.py"] = render("hub_kernels.py.j2", context)
+        for name, solution in compute.packages.items():
+            build[f"{name}/__init__.py"] = f'"""Sources of `{solution.name}`."""\n'
+            build |= {f"{name}/{source.path}": source.content for source in solution.sources}
+    seated = [graft.solutions[s] for compute in used for p in compute.patches for s in p.solutions]
+    licence = " and ".join(sorted({solution.meta.licence.lower() for solution in seated}))
+    build["metadata.json"] = json.dumps(_metadata(repo, licence, build), indent=2) + "\n"
+    card = {
+        **common,
+        "licence": licence,
+        "needs": sorted(needs - {"triton"}),
+        "measured_how": how,
+        "measured": [monkey_patch.measured_lines(compute, graft) for compute in used],
+        "evidence": _evidence(graft, seated, notes),
+        "skipped": skipped,
+    }
+    pin = {"version": PACKAGE_VERSION, "trust_remote_code": True}
+    entries = [[one.owner, [f"{repo}:{one.name}", pin]] for one in classes]
+    files = {f"build/{VARIANT}/{name}": text for name, text in build.items()}
+    files["kernels.json"] = json.dumps(entries, indent=2) + "\n"
+    return {**files, "README.md": render("hub_readme.md.j2", card)}
+
+
+def _metadata(repo: str, licence: str, build: dict[str, str]) -> dict[str, Any]:
+    name = re.sub(r"[^a-z0-9]+", "-", repo.partition("/")[2].lower()).strip("-")
+    digest = hashlib.sha256("\0".join(f"{path}\0{text}" for path, text in sorted(build.items())).encode()).hexdigest()
+    return {
+        "id": f"_{name.replace('-', '_')}_{digest[:12]}",
+        "name": name,
+        "version": PACKAGE_VERSION,
+        "license": licence,
+        "python-depends": [],
+        "backend": {"type": "cpu"},
+    }
+
+
+def _evidence(graft: Graft, seated: Sequence[Solution], notes: Sequence[str]) -> list[str]:
+    lines = ["| Solution | supplier | licence | verdict | cases | error ratio |", "| --- " * 6 + "|"]
+    for solution in {s.name: s for s in seated}.values():
+        row = f"| `{solution.name}` | {solution.meta.supplier} | {solution.meta.licence}"
+        verdicts = [e for e in graft.evaluations if e.solution == solution.name]
+        for verdict in verdicts:
+            ratio = "" if verdict.error_ratio is None else f"{verdict.error_ratio:.2f}"
+            lines.append(f"{row} | {verdict.status} | {verdict.cases} | {ratio} |")
+        if not verdicts:
+            lines.append(f"{row} | not judged | | |")
+    lines += ["", "The error ratio is the relRMSE against float64 over that of the original.", ""]
+    lines.append("`kernelgraft check` finds nothing wrong with the package on the model's configuration.")
+    return lines + [f"- {note}" for note in notes]
+
+
+def _helpers() -> dict[str, str]:
+    """The functions of an emitted `patching.py` that guards call."""
+    loader = monkey_patch.environment().loader
+    assert loader is not None
+    text = loader.get_source(monkey_patch.environment(), "patching.py.j2")[0]
+    found = {name: re.search(rf"^def {name}\(.*?(?=^\S|\Z)", text, re.M | re.S) for name in ("plain", "needs_gradient")}
+    return {name: match.group().strip() + "\n" for name, match in found.items() if match}
+
+
+def _root(line: str) -> str:
+    """The top-level package that an import line names; empty for a relative one."""
+    match = re.match(r"(?:from|import)\s+([\w.]+)", line)
+    return match[1].partition(".")[0] if match else ""
+
+
+def _put_all(stage: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        monkey_patch.put(stage / name, text)

@@ -1,0 +1,138 @@
+"""Try an emitted package of kernels: on the model's configuration, and its gradients and traces on a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from kernelgraft.families.reference import torch_dtype
+from kernelgraft.layouts.applying import apply_layouts
+from kernelgraft.layouts.checking import check
+from kernelgraft.layouts.findings import Finding
+from kernelgraft.layouts.packages import load_all
+from kernelgraft.models import randomise
+from kernelgraft.models.shrinking import quiet
+from kernelgraft.records import ModelCard
+
+if TYPE_CHECKING:
+    from kernelgraft.emit.hub_classes import HubClass
+
+# relRMSE up to which two gradients of one compute are the same.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def keys(root: Path, classes: Sequence[HubClass]) -> dict[str, str]:
+    """The kernels of a package in a folder, as KernelSet takes them."""
+    return {one.owner: f"{root}:{one.name}" for one in classes}
+
+
+def fits(root: Path, classes: Sequence[HubClass], config: PreTrainedConfig, device: str) -> list[Finding]:
+    """What the check of Layouts says of a package on the model that its graft was made for."""
+    return check(keys(root, classes), config, device=device)
+
+
+def measure(root: Path, classes: Sequence[HubClass], config: PreTrainedConfig, card: ModelCard) -> str:
+    """Set `has_backward` and `can_torch_compile` of each class by trying; how it was done, in words.
+
+    A class has a backward if its gradients are those of its Layout's own forward, and can be compiled if torch.compile
+    traces its forward without a break, to the same result.
+    """
+    device = card.device.partition(":")[0]
+    if device == "cuda" and not torch.cuda.is_available():
+        for one in classes:
+            # Calls that a kernel has no gradient for run the original: its guard says so.
+            one.has_backward, one.can_torch_compile = True, False
+        return "not measured, for want of a GPU: gradients hold by the guards, tracing is not claimed"
+    dtype = torch_dtype(card.dtype)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    randomise(model, 0)
+    loaded = load_all(keys(root, classes), device=device)
+    with apply_layouts(model, loaded, check=False):
+        calls = _calls(model, [one.paths[0] for one in classes])
+        for one, kernel in zip(classes, loaded, strict=True):
+            module, inputs = model.get_submodule(one.paths[0]), calls[one.paths[0]]
+            layout = kernel.layout
+            assert layout is not None
+            ours, own = _bound(kernel.kernel.forward, module), _bound(layout.forward, module)
+            one.has_backward = _same_gradients(ours, own, module, inputs, TOLERANCE.get(dtype, 1e-4))
+            one.can_torch_compile = _traces(ours, inputs)
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    return f"measured on {where} with torch {torch.__version__}, {card.dtype}"
+
+
+def _bound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., torch.Tensor]:
+    return lambda *inputs: forward(module, *inputs)
+
+
+def _calls(model: nn.Module, paths: Sequence[str]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The inputs of modules in one run on a few tokens."""
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+
+    def keeper(path: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.setdefault(path, (*args, *kwargs.values()))
+
+        return keep
+
+    hooks = [model.get_submodule(p).register_forward_pre_hook(keeper(p), with_kwargs=True) for p in paths]
+    try:
+        size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            model(input_ids=(torch.arange(6, device=device) % size)[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _same_gradients(
+    ours: Callable[..., torch.Tensor],
+    own: Callable[..., torch.Tensor],
+    module: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    tolerance: float,
+) -> bool:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def gradients(forward: Callable[..., torch.Tensor]) -> list[torch.Tensor] | None:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out = forward(*leaves)
+        if not out.requires_grad:
+            return None
+        weights = torch.linspace(-1, 1, out.numel(), device=out.device).reshape(out.shape).to(out.dtype)
+        return list(torch.autograd.grad(out, [*leaves, *parameters], weights))
+
+    try:
+        mine, theirs = gradients(ours), gradients(own)
+    except (RuntimeError, NotImplementedError):  # what autograd raises for an operation without a gradient
+        return False
+    if mine is None or theirs is None:
+        return False
+    return all(_relative(a, b) <= tolerance for a, b in zip(mine, theirs, strict=True))
+
+
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    scale = float(expected.double().norm())
+    difference = float((actual.double() - expected.double()).norm())
+    return difference / scale if scale else difference
+
+
+def _traces(forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether a forward is traced whole, and then gives the same."""
+    with torch.no_grad():
+        expected = forward(*inputs)
+        try:
+            actual = torch.compile(forward, fullgraph=True, backend="eager")(*inputs)
+        except Exception:  # whatever a tracer raises is why it cannot
+            return False
+        finally:
+            torch.compiler.reset()
+    return _relative(actual, expected) <= 1e-5
