@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts_samples import LAYERS, logits, same_state, state_of, tiny, write_package
+from layouts_samples import LAYERS, logits, prompt, same_state, state_of, tiny, write_package
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,9 +37,11 @@ def kernels(package: Path) -> dict[Any, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in several files, of a model whose embeddings are tied."""
+    """A checkpoint in several files, of a model whose embeddings are tied and which says how it generates."""
     path = tmp_path_factory.mktemp("checkpoint")
-    tiny("llama").save_pretrained(path, max_shard_size="20KB")
+    model = tiny("llama")
+    model.generation_config.max_new_tokens = 5
+    model.save_pretrained(path, max_shard_size="20KB")
     assert len(list(path.glob("*.safetensors"))) > 2
     return path
 
@@ -85,6 +87,21 @@ def test_dtypes(folder: Path, kernels: dict[Any, str], dtype: Any) -> None:
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}, torch.device("cpu")])
 def test_device_maps(folder: Path, kernels: dict[Any, str], device_map: Any) -> None:
     assert_converted(loaded(folder, kernels, device_map=device_map), folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_map", ["cuda", "auto", {"": 0}])
+def test_device_maps_with_a_gpu(kernels: dict[Any, str], tmp_path: Path, device_map: Any) -> None:
+    tiny("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "m")
+    model, other = loaded(tmp_path / "m", kernels, device_map=device_map, check=True), plain(tmp_path / "m")
+    ids = prompt().to("cuda")
+    torch.testing.assert_close(logits(model, ids).cpu(), logits(other), rtol=1e-3, atol=1e-3)
+    model.save_pretrained(tmp_path / "n")
+    assert same_state(*(load_file(tmp_path / name / "model.safetensors") for name in "mn"))
+    applied = find_layouts(model)
+    assert applied is not None
+    applied.revert()
+    assert model.model.layers[0].mlp.up_proj.weight.device.type == "cuda"
 
 
 def on_disk(*layers: int) -> dict[str, str]:
@@ -375,7 +392,10 @@ def test_quantisers_of_libraries(folder: Path, kernels: dict[Any, str], library:
 
 
 def test_the_dry_model_has_no_weights_and_the_classes_of_the_load(folder: Path) -> None:
-    skeleton = dry_model(AutoModelForCausalLM, folder, attn_implementation="eager")
+    config = AutoConfig.from_pretrained(folder)
+    before = (config.to_dict(), config._attn_implementation)
+    skeleton = dry_model(AutoModelForCausalLM, folder, attn_implementation="eager", config=config)
+    assert (config.to_dict(), config._attn_implementation) == before
     assert all(parameter.is_meta for parameter in skeleton.parameters())
     assert [type(m) for m in skeleton.modules()] == [type(m) for m in plain(folder).modules()]
     assert skeleton.config._attn_implementation == "eager"
