@@ -388,7 +388,11 @@ def test_what_does_not_fit_is_refused(attention: Attention) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         attention(query, key, value[:, :, :8], scaling=1.0)
     with pytest.raises(ValueError, match="do not divide"):
-        attention(query[:, :3], key, value[..., :16], scaling=1.0)
+        attention(query[:, :3], key, value, scaling=1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        attention(query[..., :16], key, value, scaling=1.0)
+    with pytest.raises(ValueError, match="scaling"):
+        attention(query, key, value, scaling=-1.0)
     with pytest.raises(ValueError, match="mask"):
         attention(query, key, value, torch.ones(2, 1, 1, 8, dtype=torch.bool), scaling=1.0)
     with pytest.raises(ValueError, match="window"):
@@ -410,11 +414,12 @@ def test_plans_do_not_grow_with_the_length() -> None:
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
-    assert splits(heads=8, length=1, blocks=264) == 1
-    assert splits(heads=256, length=64, blocks=264) == 1
-    assert 24 <= splits(heads=8, length=512, blocks=264) <= 33
-    assert splits(heads=64, length=64, blocks=264) == 4
-    assert splits(heads=1000, length=4096, blocks=264) >= 1
+    tile = 128 * 256 * 2
+    assert splits(heads=8, length=1, size=tile, blocks=528) == 1
+    assert splits(heads=8, length=4, size=tile, blocks=528) == 4
+    assert splits(heads=8, length=256, size=tile, blocks=528) == 64
+    assert splits(heads=64, length=32, size=tile, blocks=528) == 8
+    assert splits(heads=1024, length=256, size=tile, blocks=528) == 1
 
 
 def test_blocks_in_any_order() -> None:

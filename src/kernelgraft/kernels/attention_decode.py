@@ -33,8 +33,10 @@ TAIL = 16
 """Numbers behind a partial result: the largest exponent eight times, the sum of the weights eight times."""
 AT_ONCE = 32
 """Partial results that are put together in one step."""
-START, JOIN = 3, 6
-"""What a block costs before its first tile, and what the second launch costs, in tiles of keys."""
+LATENCY_US, JOIN_US = 2.4, 2.0
+"""What a tile of keys costs a block that has the GPU to itself, besides its bytes, and what the second launch costs."""
+BLOCK_BYTES_PER_US, BYTES_PER_US = 1.1e5, 4.3e6
+"""What one block and all blocks read. The four numbers are an H200's; only `splits` depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +236,17 @@ def _run(
     softcap: float | None,
     config: Decode | None = None,
 ) -> torch.Tensor:
-    batch, heads, length, _ = query.shape
+    batch, heads, length, width = query.shape
+    key_batch, _, kv_len, key_width = key.shape
     out = query.new_empty((batch, length, heads, value.shape[3]))
     if out.numel():
-        if key.shape != value.shape or (mask is not None and mask.shape[3] != key.shape[2]):
-            tiles.check(query, key, value, mask, scaling)
+        if (
+            key.shape != value.shape
+            or key_batch != batch
+            or key_width != width
+            or (mask is not None and mask.shape[3] != kv_len)
+        ):
+            tiles.check(query, key, value, mask)
         _launch(query, key, value, mask, sinks, lengths, out, scaling, causal, window, softcap, config)
     return out
 
@@ -332,7 +340,7 @@ def _plan(
 ) -> tuple[Plan, Plan | None, tuple[int, ...]]:
     """The launch, the one that joins its parts, and their shape, for numbers of keys up to one of four an octave."""
     batch, heads, q_len, head_dim = shape
-    group = heads // kv_heads
+    group = tiles.group(heads, kv_heads, scaling)
     if q_len > most_queries(group):
         raise ValueError(
             f"{q_len} queries of {group} heads are more than attention_decode takes; use attention_prefill"
@@ -344,7 +352,9 @@ def _plan(
     together = max(power_of_two(group), 8 // queries)
     seen = longest if window is None else min(longest, window + q_len)
     tuning = config or choose(batch * kv_heads, together * queries, max(d, dv), seen, dtype, device)
-    parts = tuning.splits or splits(batch * kv_heads, -(-seen // tuning.keys), tuning.blocks * processors(device))
+    size = tuning.keys * (head_dim + value_dim) * dtype.itemsize
+    blocks = tuning.blocks * processors(device)
+    parts = tuning.splits or splits(batch * kv_heads, -(-seen // tuning.keys), size, blocks)
     kind = NO_MASK if masked is None else BOOL_MASK if masked is torch.bool else FLOAT_MASK
     scale, cap = tiles.factors(scaling, softcap)
     constants = (
@@ -376,12 +386,17 @@ def _plan(
     return main, join, (batch, kv_heads, parts, together * queries, dv + TAIL)
 
 
-def splits(heads: int, length: int, blocks: int) -> int:
-    """How many blocks should share a key head, where that many `blocks` run at a time and a head has `length` tiles."""
+def splits(heads: int, length: int, size: int, blocks: int) -> int:
+    """How many blocks should share a key head: `length` tiles of `size` bytes each, that many `blocks` run at a time.
 
-    def cost(parts: int) -> int:
+    With few blocks a tile takes as long as memory takes to answer, with many as long as all blocks' bytes do.
+    """
+    alone = LATENCY_US + size / BLOCK_BYTES_PER_US
+
+    def cost(parts: int) -> float:
+        tile = math.hypot(alone, min(heads * parts, blocks) * size / BYTES_PER_US)
         rounds = -(-heads * parts // blocks)
-        return rounds * (START - (-length // parts)) + (JOIN if parts > 1 else 0)
+        return rounds * -(-length // parts) * tile + (JOIN_US if parts > 1 else 0.0)
 
     return min(range(1, max(1, min(length, 2 * blocks // heads)) + 1), key=cost)
 

@@ -274,8 +274,8 @@ def _run(
 ) -> torch.Tensor:
     out = tiles.result(query, value)
     if out.numel():
-        tiles.check(query, key, value, mask, scaling)
-        _launch(query, key, value, mask, sinks, out, Setting(scaling, causal, window, softcap), None)
+        tiles.check(query, key, value, mask)
+        _launch(query, key, value, mask, sinks, out, _setting(scaling, causal, window, softcap), None)
     return out
 
 
@@ -287,6 +287,9 @@ class Setting:
     causal: bool
     window: int | None
     softcap: float | None
+
+
+_setting = functools.lru_cache(maxsize=256)(Setting)
 
 
 def _launch(
@@ -364,6 +367,7 @@ def _plan(
     config: Prefill | None,
 ) -> tuple[Plan, Plan | None]:
     batch, heads, q_len, head_dim = shape
+    group = tiles.group(heads, kv_heads, setting.scaling)
     if setting.window is not None and not setting.causal:
         raise ValueError("a window without `causal` is not served")
     tuning = config or choose(batch * heads, q_len, max(head_dim, value_dim), dtype, device)
@@ -386,7 +390,7 @@ def _plan(
         tuning.key_latency,
         tuning.value_latency,
     )
-    section = sharing(batch * heads, heads // kv_heads, kv_len * (head_dim + value_dim) * dtype.itemsize)
+    section = sharing(batch * heads, group, kv_len * (head_dim + value_dim) * dtype.itemsize)
     kernel = hinted(attention_prefill_kernel, tuning.occupancy, tuning.worker_warps)
     main = Plan(kernel, (section, count, batch * heads // section), (scale, cap, setting.window or 0, *constants))
     if masked is None:

@@ -116,13 +116,6 @@ def factors(scaling: float, softcap: float | None) -> tuple[float, float]:
     return scaling / softcap, softcap * LOG2E
 
 
-def mask_kind(mask: torch.Tensor | None) -> int:
-    """Which of `NO_MASK`, `BOOL_MASK`, `FLOAT_MASK`."""
-    if mask is None:
-        return NO_MASK
-    return BOOL_MASK if mask.dtype is torch.bool else FLOAT_MASK
-
-
 def far(*tensors: torch.Tensor | None) -> bool:
     """True if one has elements that are too far apart for 32-bit offsets."""
     for t in tensors:
@@ -167,18 +160,24 @@ def result(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_empty((batch, length, heads, value.shape[3]))
 
 
-def check(query: Any, key: Any, value: Any, mask: Any, scaling: float) -> None:
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Raise ValueError for tensors that are no attention's."""
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+    batch, heads, q_len, width = query.shape
+    if key.shape[:3] != value.shape[:3] or batch != key.shape[0] or width != key.shape[3]:
         raise ValueError(f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)} do not fit")
-    if query.shape[1] % key.shape[1]:
-        raise ValueError(f"{query.shape[1]} query heads do not divide into {key.shape[1]} key heads")
+    if mask is not None:
+        a, b, *lengths = mask.shape
+        if a not in (1, batch) or b not in (1, heads) or lengths != [q_len, key.shape[2]]:
+            raise ValueError(f"mask {list(mask.shape)} does not fit query {list(query.shape)}, key {list(key.shape)}")
+
+
+def group(heads: int, kv_heads: int, scaling: float) -> int:
+    """How many query heads share a key head; ValueError for what is not served."""
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide into {kv_heads} key heads")
     if scaling <= 0:
         raise ValueError(f"the scaling is {scaling}, served are positive ones")
-    if mask is not None:
-        fits = zip(mask.shape, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]), strict=True)
-        if not all(size == full or (size == 1 and axis < 2) for axis, (size, full) in enumerate(fits)):
-            raise ValueError(f"mask {list(mask.shape)} does not fit query {list(query.shape)}, key {list(key.shape)}")
+    return heads // kv_heads
 
 
 def example(
