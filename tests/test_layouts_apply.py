@@ -99,6 +99,7 @@ def test_numbers_are_the_same_and_reverting_gives_back_objects_and_bits(kernels:
     objects, modules = dict(model.named_parameters()), dict(model.named_modules())
     applied = apply(model, kernels)
     assert any(row["state"] == "replaced" for row in applied.report())
+    assert not any(module.training for module in model.modules())
     assert torch.equal(logits(model), before)
     assert torch.equal(generated(model), tokens)
     assert torch.equal(generated(model, cache_implementation="static", disable_compile=True), tokens)
@@ -570,7 +571,14 @@ def test_torch_compile_traces_it_whole() -> None:
 def test_half_and_back_reverts_in_the_dtype_of_now() -> None:
     model = tiny()
     applied = apply(model, EVERYTHING)
+    part = model.model.layers[0].mlp.gate_proj
+    original = weakref.ref(part._kernelgraft_views.originals["model.layers.0.mlp.up_proj.weight"])
     model.to(torch.bfloat16)
+    storage = part.gate_up.weight.untyped_storage().data_ptr()
+    assert original().untyped_storage().data_ptr() == storage, "the old storage is not kept alive"
+    other = copy.deepcopy(model).to(torch.float16).model.layers[0].mlp.gate_proj
+    assert {t.dtype for t in other._kernelgraft_views.originals.values()} == {torch.float16}
+    assert original().untyped_storage().data_ptr() == storage
     wanted = applied.state_dict()
     applied.revert()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -615,6 +623,22 @@ def test_hooks_move_with_their_handles() -> None:
     later.remove()
     logits(model)
     assert seen[6:] == ["later"]
+
+
+class Watcher:
+    def __deepcopy__(self, memo: Any) -> None:
+        raise AssertionError("what a hook is bound to was copied")
+
+    def watch(self, *_: Any) -> None:
+        return None
+
+
+def test_what_a_hook_is_bound_to_is_not_copied() -> None:
+    model = tiny()
+    model.model.layers[0].post_attention_layernorm.register_forward_pre_hook(Watcher().watch)
+    model.model.layers[0].mlp.down_proj.__dict__["watcher"] = Watcher()
+    with apply(model, [FUSED]):
+        assert len(model.model.layers[0].post_attention_layernorm._forward_pre_hooks) == 1
 
 
 @pytest.mark.parametrize("path", ["post_attention_layernorm", "mlp.gate_proj"])

@@ -10,11 +10,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from kernelgraft.errors import GraftError, KernelgraftError
 from kernelgraft.layouts import saving
+from kernelgraft.layouts.following import hollow
 from kernelgraft.layouts.matching import Untouched, match, root_of
 from kernelgraft.layouts.packages import load_all
 from kernelgraft.layouts.records import LoadedKernel
@@ -105,7 +105,7 @@ class AppliedLayouts:
         # Values of merged originals are in the Layouts: a copy needs none of its own until it is reverted.
         for one in self._seats:
             for tensor in one.merged if one.seated else ():
-                memo[id(tensor)] = nn.Parameter(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+                hollow(tensor, memo)
         return AppliedLayouts(copy.deepcopy(self.model, memo), copy.deepcopy(self._seats, memo), self._untouched)
 
     def __reduce__(self) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 
 from kernelgraft.errors import UsageError
 from kernelgraft.layouts import arguments
+from kernelgraft.layouts.following import following
 from kernelgraft.layouts.records import LoadedKernel, Place
 from kernelgraft.layouts.standing_in import SharedPart
 
@@ -81,6 +82,7 @@ def layout_class(kernel: LoadedKernel, passes_for: type[nn.Module] | None = None
         forward = kernel_forward(kernel, own)
         # The classes are in the body so that they live as long as their ids are in use.
         body: dict[str, Any] = {"forward": forward, "_kernelgraft_classes": (kernel.kernel, layout, passes_for)}
+        body.update(_apply=following(layout._apply))
         body.update(__deepcopy__=_deep_copy, __copy__=_shallow_copy, __reduce_ex__=_refuse_pickling)
         if passes_for is not None:
             body["__class__"] = property(lambda self: passes_for)

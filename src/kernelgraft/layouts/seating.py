@@ -13,6 +13,7 @@ from torch import nn
 
 from kernelgraft.errors import GraftError, UsageError
 from kernelgraft.layouts import building, hooks
+from kernelgraft.layouts.following import VIEWS, Views, shares
 from kernelgraft.layouts.packages import signature_drift
 from kernelgraft.layouts.records import Place
 from kernelgraft.layouts.residual import with_addition
@@ -185,8 +186,11 @@ def seat(root: nn.Module, draft: Seat) -> None:
         _install(draft, draft.layout)
         if draft.forward is not None:
             draft.undos.append(install(draft.parent, "forward", draft.forward))
-        for original, view in views:
-            original.data = view
+        if views:
+            assert draft.names is not None
+            followers = Views(draft.names.conversion, draft.new, views)
+            draft.layout.__dict__[VIEWS] = followers
+            followers.follow(draft.layout)
         draft.views = len(views)
     except BaseException:
         for undo in reversed(draft.undos):
@@ -210,10 +214,10 @@ def _install(draft: Seat, layout: nn.Module) -> None:
     draft.undos.append(handle.remove)
 
 
-def _fill(draft: Seat) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give the Layout its tensors. Returns the merged originals, each with the view of the Layout's tensor that it is.
+def _fill(draft: Seat) -> dict[str, torch.Tensor]:
+    """Give the Layout its tensors. Returns the originals that can be views of them.
 
-    Not yet set, so that what fails later leaves the originals as they are.
+    They are not yet, so that what fails later leaves the originals as they are.
     """
     layout, names = draft.layout, draft.names
     assert layout is not None and names is not None
@@ -243,11 +247,11 @@ def _fill(draft: Seat) -> list[tuple[torch.Tensor, torch.Tensor]]:
             part = Conversion((step,), conversion.config)
             for key, gradient in part.forward({k: gradients[k] for k in step.keys}).items():
                 layout.get_parameter(draft.new[key]).grad = gradient
-    views = []
+    views: dict[str, torch.Tensor] = {}
     for key, value in back.items():
         source = sources[key]
-        if value is not source and not value.is_meta and _shares(value, made.values()):
-            views.append((source, value.detach()))
+        if value is not source and not value.is_meta and shares(value, made.values()):
+            views[key] = source
     return views
 
 
@@ -267,11 +271,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     a, b = one.detach().contiguous(), other.detach().contiguous()
     return torch.equal(a, b) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def _shares(view: torch.Tensor, wholes: Any) -> bool:
-    pointer = view.untyped_storage().data_ptr()
-    return any(whole.untyped_storage().data_ptr() == pointer for whole in wholes)
 
 
 def _originals(place: Place, children: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
