@@ -29,7 +29,8 @@ def with_addition(parent: nn.Module, place: Place) -> Function:
     Instances of one class share it: torch.compile sees one piece of code. Raises UsageError if the forward does not
     add right before it calls the norm, or calls the norm elsewhere too.
     """
-    return _rewritten(current(parent), place.names[0], type(parent), place.kernel.name)
+    owner: Any = type(parent)
+    return _rewritten(current(parent), place.names[0], owner, place.kernel.name)
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,8 +11,8 @@ from torch import nn
 class PassedOn(nn.Identity):
     """A child whose work a fusion does elsewhere: it hands on its first argument, whatever else comes with it."""
 
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first argument."""
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The first argument, which models may name."""
         return hidden_states
 
 
@@ -38,7 +38,7 @@ class SharedPart(nn.Module):
         return take_share(self, 0, hidden_states)
 
 
-class _Waiting(tuple):  # type: ignore[type-arg]
+class _Waiting(tuple[Any, ...]):
     """Shares that nobody took yet, with the input, grad mode and version that they are for; no copy has them."""
 
     def __deepcopy__(self, memo: Any) -> None:
