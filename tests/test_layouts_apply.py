@@ -576,7 +576,10 @@ def test_half_and_back_reverts_in_the_dtype_of_now() -> None:
     model.to(torch.bfloat16)
     storage = part.gate_up.weight.untyped_storage().data_ptr()
     assert original().untyped_storage().data_ptr() == storage, "the old storage is not kept alive"
-    other = copy.deepcopy(model).to(torch.float16).model.layers[0].mlp.gate_proj
+    copied = copy.deepcopy(model)
+    views = copied.model.layers[0].mlp.gate_proj._kernelgraft_views
+    assert {t.numel() for t in views.originals.values()} == {0}, "a copy has the values once"
+    other = copied.to(torch.float16).model.layers[0].mlp.gate_proj
     assert {t.dtype for t in other._kernelgraft_views.originals.values()} == {torch.float16}
     assert original().untyped_storage().data_ptr() == storage
     wanted = applied.state_dict()
@@ -865,6 +868,27 @@ def test_what_cannot_work_is_refused_and_nothing_is_changed(kernel: LoadedKernel
     assert dict(model.named_modules()) == modules and find_layouts(model) is None
     assert_same(bits(model), state)
     assert torch.equal(logits(model), before)
+
+
+class UsesItTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Module()
+        self.norm.weight, self.norm.variance_epsilon = nn.Parameter(torch.ones(3)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x + self.norm.weight
+        y = self.norm(total)
+        return y
+
+
+def test_a_norm_that_is_used_twice_is_no_residual_fusion() -> None:
+    with pytest.raises(UsageError, match="uses `norm` 2 times"):
+        apply(UsesItTwice(), [loaded((("Module", "norm"),), samples.AddNorm, SameNamesLayout)])
+
+
+class SameNamesLayout(samples.AddNormLayout):
+    conversion_mapping: ClassVar = [WeightRenaming("weight", "scale")]
 
 
 def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
