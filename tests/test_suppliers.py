@@ -458,7 +458,7 @@ def test_the_catalogue_lists_every_family_of_every_supplier() -> None:
     assert len({(row.supplier, row.name) for row in rows}) == len(rows)
     for row in rows:
         assert row.guard and row.hardware
-        assert (row.language == "python") is (row.supplier in ("torch", "inductor"))
+        assert (row.language == "python") is (row.supplier in ("torch", "inductor", "hub"))
 
 
 def test_unknown_suppliers_are_an_error() -> None:

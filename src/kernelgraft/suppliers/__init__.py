@@ -20,6 +20,7 @@ OWN = {
     "kernelgraft": "kernelgraft.suppliers.ours",
     "tilegym": "kernelgraft.suppliers.tilegym",
     "liger": "kernelgraft.suppliers.liger",
+    "hub": "kernelgraft.suppliers.hub",
 }
 """Our suppliers by name, in the order in which they are asked; each module exports `SUPPLIER`."""
 
