@@ -140,6 +140,11 @@ def test_a_key_that_means_nothing_says_what_is_near(kernel: Any, message: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_a_class_of_the_same_kind_is_near() -> None:
+    with pytest.raises(UsageError, match="near it: `OlmoLayerNorm`"):
+        places(tiny("olmo"), [RENAME])
+
+
 def test_one_module_has_one_kernel() -> None:
     with pytest.raises(ConflictError, match=r"`model\.layers\.0\.mlp\.gate_proj`.*lies inside"):
         places(tiny(), [FUSED, MERGED_GATE_UP])

@@ -217,6 +217,8 @@ def _near(wanted: str, names: Iterable[str]) -> str:
     last = wanted.rpartition(".")[2]
     close = difflib.get_close_matches(wanted, offered, n=3, cutoff=0.5)
     close += [name for name in offered if last and name.rpartition(".")[2] == last and name not in close][:2]
+    words = re.findall(r"[A-Z][a-z]+", wanted)
+    close = close or [name for name in offered if words and name.endswith(words[-1])][:3]
     return "near it: " + ", ".join(f"`{name}`" for name in close) if close else "list them with `named_modules()`"
 
 
