@@ -201,9 +201,31 @@ def test_the_flags_are_what_was_measured(made: Made, tmp_path: Path) -> None:
         root = export(made, tmp_path / "broken", made_wrong)
     flags = {k.name: (k.has_backward, k.can_torch_compile) for k in load_all(in_folder(root))}
     assert flags == {"Qwen3RMSNormKernel": (False, True), "Qwen3MLPKernel": (True, False)}
+
+
+def test_a_class_that_does_not_fit_is_left_out(made: Made, tmp_path: Path) -> None:
+    """What the check finds wrong goes; if nothing is left, nothing is written."""
+
+    def wrong(solution: Solution, families: tuple[str, ...]) -> Solution:
+        head = re.compile(rf"(def {solution.entry_symbol}\([^)]*\)[^:]*:\n)")
+        if solution.meta.family not in families:
+            return solution
+        first = {"rms_norm": "hidden_states", "gated_mlp": "up"}[solution.meta.family]
+        sources = tuple(
+            s.model_copy(
+                update={"content": head.sub(lambda m: f"{m[1]}    {first} = {first} * 1.5 + 0.1\n", s.content)}
+            )
+            for s in solution.sources
+        )
+        return solution.model_copy(update={"sources": sources})
+
+    root = export(made, tmp_path / "left", with_solutions(made.graft, lambda s: wrong(s, ("rms_norm",))))
+    assert [kernel.name for kernel in load_all(in_folder(root))] == ["Qwen3MLPKernel"]
+    assert "- rms_norm of `Qwen3RMSNorm`: " in (root / "README.md").read_text()
+    assert not (root / "build" / "torch-universal" / "rms_norm.py").exists()
     with pytest.raises(UsageError, match="does not fit the graft's model"):
-        export(made, tmp_path / "refused", made_wrong)
-    assert not list((tmp_path / "refused").iterdir()), "nothing is written"
+        export(made, tmp_path / "none", with_solutions(made.graft, lambda s: wrong(s, ("rms_norm", "gated_mlp"))))
+    assert not list((tmp_path / "none").iterdir())
 
 
 def test_kernels_of_a_package_that_is_missing_leave_the_original(made: Made, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from kernelgraft.emit import hub_trial, monkey_patch, testing
 from kernelgraft.emit.hub_classes import HubClass, classes_of, plan_merges
 from kernelgraft.emit.monkey_patch import HEADER, VERSION
 from kernelgraft.errors import UsageError
+from kernelgraft.layouts.findings import Finding
 from kernelgraft.records import Graft, Patch, Solution
 from kernelgraft.store import Inventory
 
@@ -41,7 +42,8 @@ def check_repo(repo: str | None) -> str:
 def write(graft: Graft, stage: Path, *, repo: str, inventory: Inventory | None, config: Any = None) -> None:
     """Write the package into the folder `stage`. UsageError if nothing can be exported, or it does not fit the model.
 
-    Where merged linears do not fit, the Layouts keep the modules as they are, and the card says why.
+    Where merged linears do not fit, the Layouts keep the modules as they are; a class that does not fit is left out.
+    The card says why.
     """
     skipped: list[str] = []
     patches = [_of_modules(patch, skipped) for patch in graft.accepted]
@@ -76,27 +78,41 @@ def _of_modules(patch: Patch, skipped: list[str]) -> Patch | None:
 
 
 def _fitting(
-    classes: Sequence[HubClass],
+    classes: list[HubClass],
     stage: Path,
     config: PreTrainedConfig,
     files: Callable[[], dict[str, str]],
     device: str,
     skipped: list[str],
 ) -> list[str]:
-    """Write what fits the model: first with merged linears, then without. The lines of the check that are left."""
+    """Write what fits the model: with merged linears, else without, else without the class; what the check then says.
+
+    `classes` loses those that do not fit; UsageError if none is left.
+    """
     while True:
         _put_all(stage, files())
         found = hub_trial.fits(stage, classes, config, device)
         wrong = [f for f in found if f.severity != "note"]
         if not wrong:
             return [str(f) for f in found]
-        merged = [one for one in classes if one.merge and any(f.kernel in (one.name, None) for f in wrong)]
-        if not merged:
+        guilty = [one for one in classes if any(_speaks_of(f, one) for f in wrong)]
+        merged = [one for one in guilty if one.merge]
+        for one in merged or guilty:
+            reason = next(str(f) for f in wrong if _speaks_of(f, one))
+            if one.merge:
+                skipped.append(f"the linears of `{one.owner}` are not merged: {reason}")
+                one.merge = None
+            else:
+                skipped.append(f"{one.family} of `{one.owner}`: {reason}")
+                classes.remove(one)
+        if not classes or not guilty:
             raise UsageError(f"the package does not fit the graft's model: {wrong[0]}")
-        for one in merged:
-            reason = next(str(f) for f in wrong if f.kernel in (one.name, None))
-            skipped.append(f"the linears of `{one.owner}` are not merged: {reason}")
-            one.merge = None
+
+
+def _speaks_of(finding: Finding, one: HubClass) -> bool:
+    if finding.kernel is not None:
+        return finding.kernel == one.name
+    return f"`{one.owner}`" in finding.message or f"`{one.name}`" in finding.message
 
 
 # --- files ---
@@ -213,5 +229,7 @@ def _root(line: str) -> str:
 
 
 def _put_all(stage: Path, files: dict[str, str]) -> None:
+    for path in [p for p in stage.rglob("*") if p.is_file()]:
+        path.unlink()
     for name, text in files.items():
         monkey_patch.put(stage / name, text)
