@@ -88,7 +88,7 @@ def test_what_is_written(package: Path) -> None:
         "measured on",
     ):
         assert said in card
-    for kind in ("attention", "function", "statement"):
+    for kind in ("attention", "statement"):
         assert f"a place of kind {kind}" in card
 
 
