@@ -13,8 +13,9 @@ Memory beside inputs, gradients and results: forward, 8 bytes for each token and
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from kernelgraft.cutile.plans import (
     power_of_two,
     processors,
 )
-from kernelgraft.cutile.tuning import chosen
+from kernelgraft.cutile.tuning import chosen, using
 from kernelgraft.kernels import cross_entropy_tiles as tiles
 from kernelgraft.kernels.examples import Example, tensor
 
@@ -382,9 +383,23 @@ def examples() -> list[Example]:
     """Training and scoring with the heads of real models; few tokens; a softcap."""
 
     def of(
-        tokens: int, words: int, channels: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True, **options: Any
+        tokens: int,
+        words: int,
+        channels: int,
+        dtype: torch.dtype = torch.bfloat16,
+        grad: bool = True,
+        fused: bool = False,
+        **options: Any,
     ) -> Callable[[str], Any]:
         def run(device: str) -> Any:
+            if not fused:
+                return plain(device)
+            key = shape_class((tokens, words, channels), dtype)
+            chosen_ones = {(k, key): asdict(Choice(fused=True)) for k in ("cross_entropy", "cross_entropy_backward")}
+            with using(chosen_ones, sys.modules[__name__]):
+                return plain(device)
+
+        def plain(device: str) -> Any:
             hidden = tensor(device, tokens, channels, dtype=dtype)
             weight = tensor(device, words, channels, dtype=dtype) * channels**-0.5
             labels = torch.randint(0, words, (tokens,), device=device)
@@ -399,6 +414,7 @@ def examples() -> list[Example]:
     return [
         Example("4096 x 128256 x 2048", of(4096, 128256, 2048)),
         Example("1024 x 151936 x 1024", of(1024, 151936, 1024)),
+        Example("1024 x 151936 x 1024, logits in our kernel", of(1024, 151936, 1024, fused=True), tune=False),
         Example("512 x 262144 x 1152, softcap", of(512, 262144, 1152, softcap=30.0)),
         Example("16 x 128256 x 2048, no gradient", of(16, 128256, 2048, grad=False)),
         Example("57 x 1021 x 200 float32", of(57, 1021, 200, torch.float32), tune=False),
