@@ -17,7 +17,17 @@ from kernelgraft.families import Call, Recognition, Rejection, get
 from kernelgraft.families.reference import run_oracle, run_reference
 from kernelgraft.patch import apply
 from kernelgraft.pipeline import researching
-from kernelgraft.records import Site, SourceRef
+from kernelgraft.records import (
+    BuildSpec,
+    Definition,
+    Guard,
+    Site,
+    Solution,
+    SolutionMeta,
+    SourceFile,
+    SourceRef,
+    Status,
+)
 from kernelgraft.sites import discover
 from kernelgraft.suppliers.guards import refuses
 from kernelgraft.suppliers.load import load
@@ -172,6 +182,35 @@ def test_a_large_weight_is_drawn_once_for_all_cases(monkeypatch: pytest.MonkeyPa
     assert len(weights - {id(inputs[1])}) == 1
     assert len({id(c.inputs[2]) for c in drawn}) > 5, "small inputs are fresh"
     assert len(drawn) < 40
+
+
+def test_a_large_weight_that_is_remembered_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "LARGE", 500)
+    definition = recognised(made()).definitions[0]
+    axes = {"batch_size": 1, "seq_len": 1}
+    inputs = tuple(FAMILY.inputs(definition, axes, torch.Generator().manual_seed(0), "normal"))
+    captured = [cases.Captured(inputs, "decode", "a call", axes)]
+    remembered = "kept.setdefault(tuple(weight.shape), weight.clone())"
+    with Judge(replace(cases.JudgeOptions.quick(), static_gate=False)) as judge:
+        for weight, status in (("weight", Status.PASSED), (remembered, Status.INCORRECT_NUMERICAL)):
+            product = f"torch.nn.functional.linear(hidden_states, {weight}, bias)"
+            source = f"import torch\nkept = {{}}\n\ndef kernel(hidden_states, weight, bias):\n    return {product}\n"
+            found = judge.verify(plain(definition, source), definition, captured)
+            assert found.status is status, found.reason
+
+
+def plain(definition: Definition, source: str) -> Solution:
+    """A Solution in torch from its source."""
+    return Solution(
+        name="plain",
+        definition=definition.name,
+        author="test",
+        spec=BuildSpec(language="python", target_hardware=("cpu",), entry_point="kernel.py::kernel"),
+        sources=(SourceFile(path="kernel.py", content=source),),
+        meta=SolutionMeta(
+            supplier="torch", family="linear", guard=Guard(autograd=False), fingerprint=definition.meta.fingerprint
+        ),
+    )
 
 
 def test_a_smaller_definition_for_slow_machines() -> None:
