@@ -478,6 +478,9 @@ def _progress() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[text]}"),
     )
+    if not people.is_terminal:
+        yield _lines()
+        return
     with Progress(*columns, console=people) as bars:
         tasks: dict[str, Any] = {}
 
@@ -487,6 +490,20 @@ def _progress() -> Iterator[Progress]:
             bars.update(tasks[stage], completed=done, total=total, text=text)
 
         yield progress
+
+
+def _lines() -> Progress:
+    """Progress where nobody watches a terminal: one line a step."""
+    from kernelgraft import machine
+
+    started = machine.clock()
+
+    def progress(stage: str, done: int, total: int | None, text: str) -> None:
+        where = f"{done}/{total}" if total is not None else str(done)
+        line = f"{machine.clock() - started:7.1f} s  {stage} {where}  {text}"
+        people.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return progress
 
 
 if __name__ == "__main__":
