@@ -158,19 +158,139 @@ class PatchCalls(Record):
     """Module instances inside another patch, which serves them."""
 
 
+class Share(Record):
+    """A part of the GPU's time."""
+
+    name: str
+    """Of the operator or of the kernel."""
+    path: str
+    """Path of the module that launched it, list indices as `*`; empty if none is known."""
+    time_us: float = Field(ge=0)
+    percent: float = Field(ge=0)
+    """Of the time of all kernels."""
+    calls: int
+
+
+class Trace(Record):
+    """Where the GPU's time went in a window of a contender's run, from the profiler's kernel records."""
+
+    regime: Literal["prefill", "decode"]
+    tokens: int
+    """Decode: steps in the window. Prefill: tokens of one sequence."""
+    wall_ms: float
+    """From the first launch to the end of the last kernel."""
+    busy_ms: float
+    """Of that, with at least one kernel on the GPU."""
+    kernels: int
+    kernel_us: float
+    """Sum over all kernels; what all percentages refer to."""
+    languages_percent: dict[str, float]
+    """By what made the kernel: `cutile`, `triton`, `cublas`, `cudnn`, `flash`, `torch`, `memory`, `other`; adds up to
+    100."""
+    replaced_percent: float | None = None
+    """Baseline with a graft at hand: time of kernels launched inside the sites that the graft replaces."""
+    modules: tuple[Share, ...] = ()
+    """By module path, largest first; adds up to `kernel_us` with the path-less rest."""
+    uncovered: tuple[Share, ...] = ()
+    """The ten largest operators that no kernel of a graft or patch serves."""
+
+    @property
+    def cutile_percent(self) -> float:
+        """Share of the kernels' time that is in cuTile kernels."""
+        return self.languages_percent.get("cutile", 0.0)
+
+    @property
+    def host_bound_percent(self) -> float:
+        """Share of the window in which the GPU waited."""
+        return 100 * (1 - self.busy_ms / self.wall_ms)
+
+    @property
+    def kernels_per_token(self) -> float:
+        """Kernels per decode step; prefill: of the whole prefill."""
+        return self.kernels / (self.tokens if self.regime == "decode" else 1)
+
+
+class Roofline(Record):
+    """What the machine allows for a model, and how near a contender came."""
+
+    regime: Literal["prefill", "decode"]
+    bytes_per_step: float
+    """Read from memory in one decode step (weights that are used, cache) or one prefill."""
+    flops_per_step: float
+    """Of one decode step or one prefill, counting a multiply-add as two."""
+    bandwidth_gb_s: float
+    """Measured on this device: a read stream."""
+    tflops: float
+    """Measured on this device: a large matrix product in the model's dtype."""
+    limit_ms: float
+    """The longer of both times for one step."""
+    limit_tokens_per_s: float
+    """Decode: new tokens; prefill: prompt tokens; of the whole batch."""
+    percent: float
+    """What the contender reached of it."""
+
+
+class Contender(Record):
+    """One way to run the model, in a process of its own."""
+
+    name: str
+    """`eager` (the original, always first), `static-compile`, `tilegym`, `liger`, `kernelgraft`."""
+    failure: str | None = None
+    """Why it could not run, in one line: then all below is None or empty."""
+    side: Side | None = None
+    proof: Proof | None = None
+    evidence: tuple[str, ...] = ()
+    """What was found in the process in place of the model's own code: `where: what`."""
+    comparison: Comparison | None = None
+    """Over the original's runs; None for the original."""
+    outputs: Outputs | None = None
+    """Against the original's; None for the original."""
+    float32_rel_rmse: float | None = None
+    """Teacher-forced logits against a float32 copy of the original; None where it was not made."""
+    calls: tuple[PatchCalls, ...] = ()
+    """Of a graft."""
+    traces: tuple[Trace, ...] = ()
+    """Empty on a CPU."""
+    rooflines: tuple[Roofline, ...] = ()
+    """Empty on a CPU."""
+
+
 class BenchResult(Record):
-    """Baseline and grafted model in fresh processes, in interleaved pairs."""
+    """Contenders in fresh processes, in interleaved rounds; the original is one of them."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelCard
     machine: MachineCard
     setting: Setting
-    baseline: Side
-    baseline_proof: Proof
-    grafted: Side | None = None
-    """None if there was no graft: then all below is None or empty too."""
-    comparison: Comparison | None = None
-    outputs: Outputs | None = None
-    calls: tuple[PatchCalls, ...] = ()
+    contenders: tuple[Contender, ...] = Field(min_length=1)
     coverage: Coverage | None = None
-    """None on a GPU."""
+    """Of the graft, by CPU time; None on a GPU, where the contenders' traces say it, and without a graft."""
+
+    def contender(self, name: str) -> Contender | None:
+        """The contender of that name, if it took part."""
+        return next((c for c in self.contenders if c.name == name), None)
+
+    @property
+    def baseline(self) -> Side:
+        """The original's runs."""
+        side = self.contenders[0].side
+        assert side is not None
+        return side
+
+    @property
+    def grafted(self) -> Side | None:
+        """The graft's runs; None if there was none."""
+        found = self.contender("kernelgraft")
+        return None if found is None else found.side
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The graft over the original."""
+        found = self.contender("kernelgraft")
+        return None if found is None else found.comparison
+
+    @property
+    def outputs(self) -> Outputs | None:
+        """The graft's outputs against the original's."""
+        found = self.contender("kernelgraft")
+        return None if found is None else found.outputs
