@@ -14,6 +14,7 @@ from kernelgraft import report
 from kernelgraft.bench.result import (
     BenchResult,
     Comparison,
+    Contender,
     Coverage,
     Divergence,
     Figure,
@@ -143,6 +144,13 @@ def side(tokens_per_s: float, std: float | None = 2.0) -> Side:
     )
 
 
+ORIGINAL = Contender(name="eager", side=side(800.0), proof=Proof(patch_imported=False))
+GRAFTED = Contender(
+    name="kernelgraft",
+    side=side(1000.0),
+    comparison=Comparison(tokens_per_s_ratio=1.25, tokens_per_s_interval=(1.2, 1.3), ttft_ratio=1.0),
+    outputs=Outputs(tokens_equal=True, logits_rel_rmse=2e-7, logits_shape=(1, 64, 100)),
+)
 BENCH = BenchResult(
     model=MODEL,
     machine=MACHINE,
@@ -160,13 +168,17 @@ BENCH = BenchResult(
         warmup_runs=2,
         seed=0,
     ),
-    baseline=side(800.0),
-    baseline_proof=Proof(patch_imported=False),
-    grafted=side(1000.0),
-    comparison=Comparison(tokens_per_s_ratio=1.25, tokens_per_s_interval=(1.2, 1.3), ttft_ratio=1.0),
-    outputs=Outputs(tokens_equal=True, logits_rel_rmse=2e-7, logits_shape=(1, 64, 100)),
+    contenders=(ORIGINAL, GRAFTED),
     coverage=Coverage(device="cpu", cpu_time_percent=42.0, sites_percent={"model.norm": 42.0}, new_tokens=16),
 )
+ALONE = BENCH.model_copy(update={"contenders": (ORIGINAL,), "coverage": None})
+
+
+def grafted(**changes: Any) -> BenchResult:
+    """The benchmark with another outcome of the graft."""
+    return BENCH.model_copy(update={"contenders": (ORIGINAL, GRAFTED.model_copy(update=changes))})
+
+
 PLAN = Plan(
     model=MODEL,
     rows=(
@@ -239,6 +251,19 @@ def test_the_names_of_the_result_are_frozen() -> None:
             "tokens_equal": "bool",
             "logits_rel_rmse": "float",
             "coverage": {"device": "str", "cpu_time_percent": "float"},
+            "contenders": [
+                {
+                    "name": "str",
+                    "failure": "NoneType",
+                    "figures": one_side,
+                    "tokens_per_s_ratio": "NoneType",
+                    "tokens_equal": "NoneType",
+                    "logits_rel_rmse": "NoneType",
+                    "float32_rel_rmse": "NoneType",
+                    "gpu_time": {},
+                    "roofline": {},
+                }
+            ],
         },
         "files": {"graft": "str"},
     }
@@ -266,8 +291,7 @@ def test_the_result_holds_the_figures() -> None:
 
 def test_unknown_is_null() -> None:
     assert report.result(GRAFT, None, {})["bench"] is None
-    alone = BENCH.model_copy(update={"grafted": None, "comparison": None, "outputs": None, "coverage": None})
-    bench = report.result(GRAFT, alone, {})["bench"]
+    bench = report.result(GRAFT, ALONE, {})["bench"]
     assert [bench[name] for name in ("grafted", "tokens_equal", "logits_rel_rmse", "coverage")] == [None] * 4
 
 
@@ -285,12 +309,13 @@ def test_the_throughput_line_has_the_agreed_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "word"), [((1.01, 1.2), "faster"), ((0.8, 0.99), "slower"), ((0.9, 1.1), "as fast within the noise")]
+    ("interval", "word"),
+    [((1.01, 1.2), "faster than"), ((0.8, 0.99), "slower than"), ((0.9, 1.1), "within the noise of")],
 )
 def test_faster_is_said_only_beyond_the_noise(interval: tuple[float, float], word: str) -> None:
     comparison = Comparison(tokens_per_s_ratio=1.0, tokens_per_s_interval=interval, ttft_ratio=1.0)
-    lines = report.bench_lines(BENCH.model_copy(update={"comparison": comparison}))
-    assert [line for line in lines if line.startswith(f"grafted is {word}:")]
+    lines = report.bench_lines(grafted(comparison=comparison))
+    assert [line for line in lines if line.startswith(f"kernelgraft is {word} the original:")]
 
 
 def test_a_divergence_is_explained() -> None:
@@ -298,7 +323,7 @@ def test_a_divergence_is_explained() -> None:
         sequence=0, position=7, baseline_token=1, grafted_token=2, baseline_margin=0.001, grafted_difference=0.002
     )
     outputs = Outputs(tokens_equal=False, divergence=divergence, logits_rel_rmse=None, logits_shape=(1, 64, 100))
-    text = "\n".join(report.bench_lines(BENCH.model_copy(update={"outputs": outputs})))
+    text = "\n".join(report.bench_lines(grafted(outputs=outputs)))
     assert "tokens not equal" in text
     assert "not comparable" in text
     assert "new token 7" in text
@@ -317,11 +342,36 @@ def test_graft_table() -> None:
 
 def test_bench_table() -> None:
     text = shown(report.bench_table(BENCH))
-    assert "800.0 ± 2.0" in text
-    assert "1.250x (1.200 to 1.300)" in text
-    assert "42.0 % of the baseline's CPU time" in text
-    alone = BENCH.model_copy(update={"grafted": None, "comparison": None, "outputs": None, "coverage": None})
-    assert "only the baseline ran" in shown(report.bench_table(alone))
+    assert "800.0" in text
+    assert "1.250x" in text
+    assert "95 % interval 1.200 to 1.300" in text
+    assert "42.0 % of the original's CPU time" in text
+    assert "only the original ran" in shown(report.bench_table(ALONE))
+
+
+def five() -> BenchResult:
+    """All contenders, one of which could not run."""
+    peers = (
+        Contender(
+            name="static-compile", side=side(4000.0), comparison=Comparison(tokens_per_s_ratio=5.0, ttft_ratio=1)
+        ),
+        Contender(name="tilegym", failure="tilegym has no patch for `b`"),
+        Contender(name="liger", side=side(12345.6, 78.9)),
+    )
+    return BENCH.model_copy(update={"contenders": (ORIGINAL, *peers, GRAFTED)})
+
+
+def test_every_contender_has_a_row_and_a_failed_one_its_reason() -> None:
+    text = shown(report.bench_table(five()), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines()]
+    order = ["eager", "static-compile", "tilegym", "liger", "kernelgraft"]
+    assert [row[0] for row in rows if row and row[0] in order][:5] == order
+    assert next(row for row in rows if row[:1] == ["static-compile"])[1:3] == ["4000.0", "5.000x"]
+    assert next(row for row in rows if row[:1] == ["tilegym"])[-1] == "failed"
+    lines = report.bench_lines(five())
+    assert "tilegym:        failed: tilegym has no patch for `b`" in lines
+    assert "kernelgraft is 0.081x of the fastest other contender, liger" in lines
 
 
 def test_plan_table() -> None:

@@ -1,0 +1,35 @@
+"""From records to tables, Markdown and the result object: pure functions, and `write`, which puts them on disk."""
+
+from __future__ import annotations
+
+from kernelgraft.report.benches import bench_lines, bench_table, throughput_line
+from kernelgraft.report.files import write
+from kernelgraft.report.grafts import graft_line, graft_table, leading_seats, leading_solution
+from kernelgraft.report.kernels import compile_table, tuning_table
+from kernelgraft.report.markdown import markdown
+from kernelgraft.report.results import result
+from kernelgraft.report.tables import doctor_table, inventory_table, plan_table, research_table
+from kernelgraft.report.wording import figure_text, short_name, site_name, variant_text
+
+__all__ = [
+    "bench_lines",
+    "bench_table",
+    "compile_table",
+    "doctor_table",
+    "figure_text",
+    "graft_line",
+    "graft_table",
+    "inventory_table",
+    "leading_seats",
+    "leading_solution",
+    "markdown",
+    "plan_table",
+    "research_table",
+    "result",
+    "short_name",
+    "site_name",
+    "throughput_line",
+    "tuning_table",
+    "variant_text",
+    "write",
+]

@@ -1,0 +1,52 @@
+"""A job as one Markdown page."""
+
+from __future__ import annotations
+
+from kernelgraft.bench.result import BenchResult
+from kernelgraft.records import Graft, MachineCard, Plan
+from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows, one_line
+from kernelgraft.report.grafts import GRAFT_HEADINGS, graft_line, graft_rows
+from kernelgraft.report.wording import UNKNOWN, markdown_table, model_title, number
+
+
+def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
+    """The whole job as one Markdown page."""
+    parts = [
+        f"# kernelgraft: {graft.model.name}",
+        f"{model_title(graft.model)}.",
+        f"{machine_text(graft.machine)}.",
+        "## Computes",
+        f"{graft_line(graft)}. Policy: {graft.policy}. Times are medians of one call.",
+        markdown_table(GRAFT_HEADINGS, graft_rows(graft, lambda site: site.key)),
+        *(f"Rejected: {p.family}: {p.reason}." for p in graft.patches if p.status == "rejected"),
+    ]
+    if plan is not None and plan.rows:
+        rows = (
+            [row.family, c.supplier, c.solution or UNKNOWN, c.match or UNKNOWN, c.reason or ""]
+            for row in plan.rows
+            for c in row.candidates
+        )
+        parts += ["## Candidates", markdown_table(["family", "supplier", "solution", "match", "reason"], rows)]
+    if graft.evaluations:
+        rows = (
+            [e.solution, e.status.value, number(e.error_ratio, 2), str(e.cases), e.reason or ""]
+            for e in graft.evaluations
+        )
+        parts += [
+            "## Verdicts",
+            "Error ratio: largest error against float64 over the original's own.",
+            markdown_table(["solution", "status", "error ratio", "cases", "reason"], rows),
+        ]
+    if bench is not None:
+        parts += [
+            "## Before and after",
+            markdown_table(one_line(BENCH_HEADINGS), bench_rows(bench)),
+            "\n".join(f"- {line}" for line in bench_lines(bench)),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def machine_text(machine: MachineCard) -> str:
+    """The machine and the versions in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return f"{machine.cpu}, {machine.cores} cores, {machine.gpu or 'no GPU'}, Python {machine.python}; {versions}"
