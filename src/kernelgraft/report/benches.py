@@ -15,7 +15,7 @@ BENCH_HEADINGS = [
     "tokens/s",
     "over\neager",
     "decode\ntokens/s",
-    "first\ntoken ms",
+    "TTFT\nms",
     "p50\nms",
     "p90\nms",
     "peak\nMB",
