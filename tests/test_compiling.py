@@ -28,14 +28,15 @@ from test_ours import SERVED, solution
 from test_suppliers import fresh_inputs, sizes_of
 
 from kernelgraft import cli, kernels
-from kernelgraft.cutile import compile_pool, compile_worker, compiling, interpreted
+from kernelgraft.cutile import compile_pool, compile_worker, compiling, interpreted, tuning
 from kernelgraft.cutile.compiling import ARCHITECTURES, Call, Compilation, CompileCheck, check, chosen_architectures
 from kernelgraft.cutile.cubin import Resources, resources
 from kernelgraft.cutile.interpreter import Options, standing_in
 from kernelgraft.cutile.recording import recording
 from kernelgraft.cutile.signatures import disjoint, launch_signature
+from kernelgraft.cutile.tuning import shipped
 from kernelgraft.errors import MissingExtraError, UsageError
-from kernelgraft.kernels.examples import MODULES, examples
+from kernelgraft.kernels.examples import MODULES, examples, run_tuned
 from kernelgraft.pipeline import compile_check
 from kernelgraft.pipeline.compile_check import example_calls, solution_calls
 from kernelgraft.records import WorkloadMeta
@@ -157,17 +158,23 @@ def test_elements_that_overlap() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tuned", [False, True], ids=["default", "tuned"])
 @pytest.mark.parametrize("module", MODULES)
-def test_signatures_are_those_of_launches_on_a_gpu(module: str) -> None:
+def test_signatures_are_those_of_launches_on_a_gpu(module: str, tuned: bool) -> None:
+    """With the defaults, and with what is shipped for some GPU: the same table on both sides."""
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
+    tables = list(shipped())
+    if tuned and not tables:
+        pytest.skip("nothing is shipped for the versions of cuTile and its compiler that are installed here")
+    slug = tables[0].slug if tuned else "none"
     on_gpu: list[tuple[Any, Any]] = []
-    for example in examples()[module]:
+    for index, example in enumerate(examples()[module]):
         with recording() as launches:
-            example.run("meta")
+            run_tuned(module, index, slug, "meta")
         on_gpu.clear()
         with standing_in(Options(instead=lambda grid, kernel, args: on_gpu.append((kernel, args))), None):
-            example.run("cuda")
+            run_tuned(module, index, slug, "cuda")
         assert len(on_gpu) == len(launches), example.name
         for launch, (kernel, args) in zip(launches, on_gpu, strict=True):
             real = KernelSignature.from_kernel_args(kernel, tuple(args), CallingConvention.cutile_python_v2())
@@ -422,8 +429,45 @@ def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is compiled ---
 
 
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the shipped tables were made with."""
+    table = json.loads(next(tuning.PACKAGED.glob("*.json")).read_text(encoding="utf-8"))
+    found = table["kernels"]["rms_norm"]["versions"]
+    monkeypatch.setattr(tuning, "compiler_versions", lambda: found)
+
+
+@pytest.mark.usefixtures("versions")
+def test_what_a_shipped_table_seats_is_compiled_for_its_architecture() -> None:
+    (gpu,) = shipped()
+    of_table = [call for call in example_calls() if call.name.endswith(gpu.slug)]
+    assert len(of_table) == sum(map(len, examples().values())) and {c.architectures for c in of_table} == {("sm_90",)}
+    changed = set()
+    for call in of_table:
+        module, index, _ = call.arguments
+        launches = []
+        for entry, arguments in (("run", (module, index)), (call.entry.partition(":")[2], call.arguments)):
+            with recording() as found:
+                getattr(importlib.import_module("kernelgraft.kernels.examples"), entry)(*arguments)
+            launches.append([compile_worker.described(launch) for launch in found])
+        if launches[0] != launches[1]:
+            changed.add(module)
+    assert changed >= {"rms_norm", "rope", "act_and_mul"}, "the table changes nothing"
+
+
+def test_a_call_may_be_for_some_architectures_only(compiler: Path) -> None:
+    calls = [Call("newer", "compiling_samples:double", (40,), ("sm_80", "sm_120")), sample("double", 48)]
+    found = check(calls, ["sm_80", "sm_89"], limit_s=60.0, processes=1)
+    assert [(c.calls, c.architecture) for c in found.compilations] == [
+        (("newer",), "sm_80"),
+        (("double(48,)",), "sm_80"),
+        (("double(48,)",), "sm_89"),
+    ]
+    assert not check(calls[:1], ["sm_89"], limit_s=60.0).compilations
+
+
 def test_the_examples_of_all_modules_are_called() -> None:
-    calls = example_calls()
+    calls = [call for call in example_calls() if call.architectures is None]
     assert {call.name.partition(":")[0] for call in calls} == set(MODULES)
     assert len({call.name for call in calls}) == len(calls)
     module, _, function = calls[0].entry.partition(":")

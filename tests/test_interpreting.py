@@ -43,7 +43,7 @@ def for_gpu(body: str) -> Solution:
     return solution(
         DOUBLE,
         SOURCE.format(body=body),
-        guard=Guard(devices=("cuda",)),
+        guard=Guard(devices=("cuda",), autograd=False),
         language="cuda-tile",
         supplier="kernelgraft",
         uses_compiler=True,

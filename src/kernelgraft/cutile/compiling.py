@@ -90,6 +90,12 @@ class Call:
     name: str
     entry: str
     arguments: tuple[Any, ...] = ()
+    architectures: tuple[str, ...] | None = None
+    """Those that it is for; None: all."""
+
+    def serves(self, architecture: str) -> bool:
+        """Whether it is for an architecture."""
+        return self.architectures is None or architecture in self.architectures
 
 
 @dataclass(frozen=True)
@@ -150,10 +156,12 @@ def check(
 ) -> CompileCheck:
     """Find out what the calls launch and compile each kernel and signature once for each architecture.
 
-    `processes` defaults to the number of cores. Results are in the order of the calls and architectures.
+    `processes` defaults to the number of cores. Results are in the order of the calls and architectures;
+    calls for none of these are left out.
     """
     found, card = compiler(), machine.read()
     chosen = chosen_architectures(architectures, found.architectures)
+    calls = [call for call in calls if any(call.serves(architecture) for architecture in chosen)]
     started = machine.clock()
     count = max(1, min(processes or card.cores, len(calls)))
     with (
@@ -162,7 +170,12 @@ def check(
     ):
         answers = pool.map(_launches, calls, "calls", lambda call: call.name, progress)
         launches, failed = _distinct(calls, answers)
-        jobs = [_Job(launch, architecture) for launch in launches for architecture in chosen]
+        jobs = [
+            _Job(launch, architecture)
+            for launch in launches
+            for architecture in chosen
+            if any(call.serves(architecture) for call in launch.callers)
+        ]
         results = pool.map(_compiled, jobs, "compile", lambda job: job.name, progress)
     compilations = [
         Compilation(
@@ -170,7 +183,7 @@ def check(
             symbol=job.launch.symbol,
             hints=job.launch.hints,
             grid=job.launch.grid,
-            calls=tuple(job.launch.calls),
+            calls=job.launch.calls,
             architecture=job.architecture,
             **result,
         )
@@ -198,7 +211,11 @@ class _Distinct:
     symbol: str
     hints: dict[str, Any]
     grid: tuple[int, ...]
-    calls: list[str]
+    callers: list[Call]
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(call.name for call in self.callers))
 
 
 @dataclass(frozen=True)
@@ -237,8 +254,7 @@ def _distinct(calls: Sequence[Call], answers: Sequence[dict[str, Any]]) -> tuple
         for index, launch in enumerate(answer["launches"]):
             known = found.get(launch["key"])
             if known is None:
-                known = found[launch["key"]] = _Distinct(first=call, index=index, calls=[], **launch)
+                known = found[launch["key"]] = _Distinct(first=call, index=index, callers=[], **launch)
                 known.grid = tuple(known.grid)
-            if call.name not in known.calls:
-                known.calls.append(call.name)
+            known.callers.append(call)
     return list(found.values()), failed

@@ -179,6 +179,18 @@ def _found(kernel: str, shape_class: str, device: Gpu) -> dict[str, Any] | None:
     return None
 
 
+def shipped() -> dict[Gpu, dict[tuple[str, str], dict[str, Any]]]:
+    """What the package's tables say for each GPU, as `using` takes it: entries that hold with what is installed."""
+    found: dict[Gpu, dict[tuple[str, str], dict[str, Any]]] = {}
+    for file in sorted(PACKAGED.glob("*.json")):
+        for kernel, entry in _read(file).get("kernels", {}).items():
+            device = Gpu(entry["gpu"], entry["compute_capability"])
+            if refusal(entry, device) is None:
+                configs = {(kernel, name): tuned["config"] for name, tuned in entry["classes"].items()}
+                found.setdefault(device, {}).update(configs)
+    return found
+
+
 def refusal(entry: dict[str, Any], device: Gpu) -> str | None:
     """Why a kernel's entry of a table does not hold on a GPU with what is installed here, in words; None if it does."""
     if entry["gpu"] != device.name or entry["compute_capability"] != device.compute_capability:

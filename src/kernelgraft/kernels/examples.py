@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -9,6 +10,8 @@ from pkgutil import iter_modules
 from typing import Any
 
 import torch
+
+from kernelgraft.cutile.tuning import shipped, using
 
 MODULES: tuple[str, ...] = (
     "act_and_mul",
@@ -52,6 +55,15 @@ def run(module: str, index: int, device: str = "meta") -> Any:
     """Run one example."""
     found: list[Example] = import_module(f"{__package__}.{module}").examples()
     return found[index].run(device)
+
+
+def run_tuned(module: str, index: int, slug: str, device: str = "meta") -> Any:
+    """Run one example with the configurations that the package ships for a GPU (`Gpu.slug`), on any device."""
+    import_module(f"{__package__}.{module}")
+    plans = [held for name, held in list(sys.modules.items()) if name.startswith(f"{__package__}.")]
+    entries = {key: value for gpu, held in shipped().items() if gpu.slug == slug for key, value in held.items()}
+    with using(entries, *plans):
+        return run(module, index, device)
 
 
 def tensor(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -38,15 +38,18 @@ def compile_check(
 
 
 def example_calls() -> list[Call]:
-    """The examples of our kernels."""
+    """The examples of our kernels, with the defaults and, for its architecture, with what each shipped table seats."""
+    from kernelgraft.cutile.tuning import shipped
     from kernelgraft.kernels.examples import examples
 
     entry = "kernelgraft.kernels.examples:run"
-    return [
-        Call(f"{module}: {example.name}", entry, (module, index))
-        for module, listed in examples().items()
-        for index, example in enumerate(listed)
-    ]
+    listed = [(m, index, f"{m}: {e.name}") for m, found in examples().items() for index, e in enumerate(found)]
+    calls = [Call(name, entry, (module, index)) for module, index, name in listed]
+    for gpu in shipped():
+        for module, index, name in listed:
+            arguments = (module, index, gpu.slug)
+            calls.append(Call(f"{name}, {gpu.slug}", f"{entry}_tuned", arguments, (gpu.compute_capability,)))
+    return calls
 
 
 def solution_calls(store: Inventory) -> list[Call]:
