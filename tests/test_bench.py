@@ -168,7 +168,7 @@ name = "?"
 for line in sys.stdin:
     order = json.loads(line)
     if order["do"] == "start":
-        name = "grafted" if order["graft"] else "baseline"
+        name = "kernelgraft" if order["graft"] else "eager"
         said = {"model": json.loads(os.environ["FAKE_MODEL"]), "machine": json.loads(os.environ["FAKE_MACHINE"]),
                 "prompt_tokens": 3, "threads": 1, "load_s": 0.1}
     elif order["do"] == "generate":
@@ -182,7 +182,7 @@ for line in sys.stdin:
         elif mode == "broken":
             said = {"error": "ValueError", "message": "it broke"}
         else:
-            last = 0.6 if name == "grafted" else 1.2
+            last = 0.6 if name == "kernelgraft" else 1.2
             said = {"stamps_s": [0.1, last], "tokens": [[5, 6]], "peak_memory_bytes": 1000}
     elif order["do"] == "proof":
         said = {"patch_imported": mode == "dirty"}
@@ -247,7 +247,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_pairs_are_interleaved_and_swapped(fake: Any) -> None:
     seen: list[tuple[int, int | None]] = []
     result = fake.run(pairs=3, warmup_runs=1, progress=lambda stage, done, total, text: seen.append((done, total)))
-    a, b = "baseline", "grafted"
+    a, b = "eager", "kernelgraft"
     assert fake.log() == [a, b, a, b, b, a, a, b]
     assert len(result.baseline.runs) == 3
     assert result.grafted is not None
@@ -266,7 +266,7 @@ def test_pairs_are_interleaved_and_swapped(fake: Any) -> None:
 def test_short_runs_are_repeated_in_turns(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "TURN_S", 2.0)  # a baseline run takes 1.2 s
     result = fake.run(pairs=2, warmup_runs=1)
-    a, b = "baseline", "grafted"
+    a, b = "eager", "kernelgraft"
     assert fake.log() == [a, b, a, b, b, a, b, a, a, b]
     assert result.setting.repeats == 2
     assert len(result.baseline.runs) == 2
@@ -275,7 +275,7 @@ def test_short_runs_are_repeated_in_turns(fake: Any, monkeypatch: pytest.MonkeyP
 
 def test_without_a_graft_only_the_baseline_runs(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     result = bench("m", None, pairs=2, warmup_runs=1, new_tokens=2)
-    assert fake.log() == ["baseline"] * 3
+    assert fake.log() == ["eager"] * 3
     assert result.grafted is None
     assert result.comparison is None
     assert result.outputs is None
@@ -286,8 +286,8 @@ def test_without_a_graft_only_the_baseline_runs(fake: Any, monkeypatch: pytest.M
     ("mode", "error", "words"),
     [
         ("wrong", MismatchError, "another model"),
-        ("broken", KernelgraftError, "the baseline process failed in `generate`: ValueError: it broke"),
-        ("crash", KernelgraftError, "the baseline process ended with code 1 during `generate`: the cable came off"),
+        ("broken", KernelgraftError, "the eager process failed in `generate`: ValueError: it broke"),
+        ("crash", KernelgraftError, "the eager process ended with code 1 during `generate`: the cable came off"),
         ("dirty", KernelgraftError, "does not run the model's own code"),
         ("idle", UnreachedError, r"`f \(s\)` \(fell back: dtype\)"),
         ("hang", KernelgraftError, "did not answer `generate` within 2 s"),
@@ -539,14 +539,16 @@ def graft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_bundled_model_before_and_after(graft_folder: Path) -> None:
     result = bench("tiny", graft_folder, pairs=2, new_tokens=8, threads=1)
     graft = Inventory(graft_folder).load_record("graft", Graft)
-    assert result.baseline_proof.clean
+    assert result.contenders[0].proof is not None
+    assert result.contenders[0].proof.clean
     assert result.outputs is not None
     assert result.outputs.tokens_equal
     assert result.outputs.logits_rel_rmse is not None
     assert result.outputs.logits_rel_rmse < 1e-5
-    assert {c.family for c in result.calls} == {p.family for p in graft.accepted}
-    assert len(result.calls) >= 3
-    assert all(any(c.calls.values()) for c in result.calls)
+    calls = result.contenders[1].calls
+    assert {c.family for c in calls} == {p.family for p in graft.accepted}
+    assert len(calls) >= 3
+    assert all(any(c.calls.values()) for c in calls)
     assert result.coverage is not None
     assert 5 < result.coverage.cpu_time_percent < 95
     assert set(result.coverage.sites_percent) == {s.key for p in graft.accepted for s in p.sites}

@@ -23,6 +23,7 @@ from kernelgraft.bench.result import (
     BenchResult,
     Cache,
     Comparison,
+    Contender,
     Coverage,
     Divergence,
     Figure,
@@ -37,6 +38,8 @@ from kernelgraft.errors import KernelgraftError, UnreachedError, UsageError
 from kernelgraft.records import Graft, MachineCard, ModelCard
 from kernelgraft.store import Inventory
 
+ORIGINAL = "eager"
+GRAFTED = "kernelgraft"
 PROMPT = "The capital of France is"
 WARMUP_RUNS = 2
 TURN_S = 0.5
@@ -181,18 +184,18 @@ def bench(
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
         loaded: dict[str, dict[str, Any]] = {}
-        for name in ("baseline", "grafted") if accepted else ("baseline",):
+        for name in (ORIGINAL, GRAFTED) if accepted else (ORIGINAL,):
             workers[name] = _started(stack, name)
         for name in workers:
             step(f"loading the {name} model")
-            own = str(folder) if name == "grafted" else None
+            own = str(folder) if name == GRAFTED else None
             loaded[name] = workers[name].ask("start", graft=own, **order)
         warm: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
         for name, worker in workers.items():
             for _ in range(warmup_runs):
                 step(f"warming the {name} model up")
                 warm[name].append(worker.ask("generate"))
-        repeats = repeats_for(warm["baseline"][-1]["stamps_s"][-1])
+        repeats = repeats_for(warm[ORIGINAL][-1]["stamps_s"][-1])
         runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in workers}
         for pair in range(pairs):
             step(f"pair {pair + 1} of {pairs}")
@@ -202,23 +205,27 @@ def bench(
                     said[name].append(workers[name].ask("generate"))
             for name in workers:
                 runs[name].append(said[name])
-        proof = Proof.model_validate(workers["baseline"].ask("proof"))
+        proof = Proof.model_validate(workers[ORIGINAL].ask("proof"))
         if not proof.clean:
-            raise KernelgraftError(f"the baseline process does not run the model's own code: {proof!r}")
+            raise KernelgraftError(f"the `eager` process does not run the model's own code: {proof!r}")
         sides = {name: side(runs[name], batch, loaded[name]["load_s"], warm[name]) for name in workers}
         calls: tuple[PatchCalls, ...] = ()
         outputs = coverage = None
         if accepted:
-            counted = workers["grafted"].ask("counters")
+            counted = workers[GRAFTED].ask("counters")
             calls = tuple(PatchCalls.model_validate(c) for c in counted["calls"])
             if counted["unreached"]:
                 raise UnreachedError(_unreached(counted["unreached"], calls))
             outputs = _outputs(workers, runs)
             if device == "cpu":
                 progress("bench", total, total, "where the baseline's time goes")
-                answer = workers["baseline"].ask("coverage", graft=str(folder), new_tokens=COVERAGE_TOKENS)
+                answer = workers[ORIGINAL].ask("coverage", graft=str(folder), new_tokens=COVERAGE_TOKENS)
                 coverage = Coverage.model_validate(answer["coverage"])
-    first = loaded["baseline"]
+    contenders = [Contender(name=ORIGINAL, side=sides[ORIGINAL], proof=proof)]
+    if accepted:
+        better = compare(sides[ORIGINAL], sides[GRAFTED], seed)
+        contenders.append(Contender(name=GRAFTED, side=sides[GRAFTED], comparison=better, outputs=outputs, calls=calls))
+    first = loaded[ORIGINAL]
     progress("bench", total, total, f"{pairs} pairs done")
     return BenchResult(
         model=ModelCard.model_validate(first["model"]),
@@ -237,12 +244,7 @@ def bench(
             warmup_runs=warmup_runs,
             seed=seed,
         ),
-        baseline=sides["baseline"],
-        baseline_proof=proof,
-        grafted=sides.get("grafted"),
-        comparison=compare(sides["baseline"], sides["grafted"], seed) if accepted else None,
-        outputs=outputs,
-        calls=calls,
+        contenders=tuple(contenders),
         coverage=coverage,
     )
 
@@ -379,6 +381,6 @@ def _outputs(workers: dict[str, Worker], runs: dict[str, list[list[dict[str, Any
         logits = {}
         for name, worker in workers.items():
             file = str(Path(folder) / f"{name}.safetensors")
-            worker.ask("logits", tokens=tokens["baseline"].tolist(), file=file)
+            worker.ask("logits", tokens=tokens[ORIGINAL].tolist(), file=file)
             logits[name] = load_file(file)["logits"]
-    return compare_outputs(tokens["baseline"], tokens["grafted"], logits["baseline"], logits["grafted"])
+    return compare_outputs(tokens[ORIGINAL], tokens[GRAFTED], logits[ORIGINAL], logits[GRAFTED])
