@@ -125,6 +125,31 @@ def test_a_call_inside_the_guard_gets_the_kernel_and_is_counted() -> None:
     assert (d.calls, d.by_choice, d.fallbacks) == (3, 0, {})
 
 
+def test_kernels_run_wrapped_for_a_while() -> None:
+    d, s = simple()
+    x, scale = tensors(2, 3)
+    before = d(x, scale)
+    seen: list[str] = []
+
+    def wrap(kernel: Any, name: str) -> Any:
+        def through(*inputs: Any) -> Any:
+            seen.append(name)
+            return kernel(*inputs)
+
+        return through
+
+    with d.wrapped(wrap):
+        for rows in (2, 5):  # a shape known before, and a new one
+            inputs = tensors(rows, 3)
+            kernel = d(*inputs)
+            assert kernel is not None
+            torch.testing.assert_close(kernel(*inputs), inputs[0] * inputs[1])
+    assert seen == [s.name, s.name]
+    assert d(x, scale) is before
+    assert d(*tensors(5, 3)) is before
+    assert d.served == {s.name: 5}
+
+
 def test_a_shape_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     d, _ = simple()
     asked: list[tuple[Any, ...]] = []

@@ -6,8 +6,9 @@ on the instances in one transaction. Nothing of torch, transformers, a class or 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from kernelgraft import families
 from kernelgraft.errors import GraftError, KernelgraftError, UnreachedError
+from kernelgraft.families.base import Kernel
 from kernelgraft.patch import check, claims
 from kernelgraft.patch.claims import Claim
 from kernelgraft.patch.dispatch import Dispatcher
@@ -130,6 +132,14 @@ class Applied:
                 wrong.append(f"every call of `{live.site.key}` ({live.patch.family}) fell back: {reasons}")
         if wrong:
             raise UnreachedError("; ".join(wrong) + "; revert, and integrate with inputs like these")
+
+    @contextlib.contextmanager
+    def wrapped(self, wrap: Callable[[Kernel, str], Kernel]) -> Iterator[None]:
+        """While it lasts, every kernel of the graft runs as `wrap(kernel, name of its Solution)`."""
+        with contextlib.ExitStack() as stack:
+            for live in self._lives:
+                stack.enter_context(live.dispatcher.wrapped(wrap))
+            yield
 
     def __enter__(self) -> Applied:
         return self

@@ -6,9 +6,10 @@ torch.compile the decision is made while tracing and nothing is counted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,24 @@ class Dispatcher:
     def calls(self) -> int:
         """All calls of the site."""
         return sum(self.served.values()) + self.by_choice + sum(self.fallbacks.values())
+
+    @contextlib.contextmanager
+    def wrapped(self, wrap: Callable[[Kernel, str], Kernel]) -> Iterator[None]:
+        """While it lasts, every kernel runs as `wrap(kernel, name of its Solution)`; calls that torch.compile traced
+        before do not."""
+        plain = dict(self._kernels)
+        for name, kernel in plain.items():
+            self._kernels[name] = wrap(kernel, name)
+        self._seat_again()
+        try:
+            yield
+        finally:
+            self._kernels.update(plain)
+            self._seat_again()
+
+    def _seat_again(self) -> None:
+        for outcome in self._outcomes.values():
+            outcome.kernel = None if outcome.solution is None else self._kernels[outcome.solution]
 
     def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, so that a call which the seat leaves to it without asking `select` is counted too."""
