@@ -2,7 +2,8 @@
 
 The function is bound as a method in the instance's dictionary, so that the class, other instances and the module tree
 are untouched and a deep copy gets it bound to the copy. If accelerate's hook sits on the module, the function goes
-under it.
+under it; so it does under a plain function that keeps the module's method in a closure, which is how transformers puts
+tensor parallelism around a module.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ _ABSENT: Any = _Absent
 
 
 def current(module: nn.Module, method_name: str = "forward") -> types.FunctionType:
-    """The plain function, taking self, that the module runs now under that name, below an accelerate hook.
+    """The plain function, taking self, that the module runs now under that name, below hooks and wrappers.
 
     Raises RebindError if the name holds something else than a method of this module.
     """
     slot = _slot(module, method_name)
     found = module.__dict__.get(slot, _ABSENT)
+    if (cell := wrapped(module, found)) is not None:
+        found = cell.cell_contents
     if found is _ABSENT:
         found = getattr(type(module), method_name, None)
     elif isinstance(found, types.MethodType) and found.__self__ is module:
@@ -59,9 +62,10 @@ class Undo:
 
     @property
     def active(self) -> bool:
-        """True while the installed function is what the module runs below an accelerate hook."""
-        slot = _slot(self._module, self._method_name)
-        return not self._done and self._module.__dict__.get(slot) is self._installed
+        """True while the installed function is what the module runs below hooks and wrappers."""
+        held = self._module.__dict__.get(_slot(self._module, self._method_name))
+        cell = wrapped(self._module, held)
+        return not self._done and (held if cell is None else cell.cell_contents) is self._installed
 
     def __call__(self) -> None:
         """Restore. A second call does nothing. Raises RebindError if a later replacement hides what was installed."""
@@ -95,14 +99,17 @@ class Undo:
 
 
 def install(module: nn.Module, method_name: str, function: Callable[..., Any]) -> Undo:
-    """Make `function` (taking self) the module's method of that name, below an accelerate hook if there is one.
+    """Make `function` (taking self) the module's method of that name, below a hook or wrapper if there is one.
 
     Returns the way back. Several installs on one method are undone in reverse order.
     """
     slot = _slot(module, method_name)
     previous = module.__dict__.get(slot, _ABSENT)
     method = types.MethodType(function, module)
-    module.__dict__[slot] = method
+    if (cell := wrapped(module, previous)) is not None:
+        previous, cell.cell_contents = cell.cell_contents, method
+    else:
+        module.__dict__[slot] = method
     return Undo(module, method_name, method, slot, previous)
 
 
@@ -114,6 +121,26 @@ def _slot(module: nn.Module, method_name: str) -> str:
     """The instance attribute that holds the method's code."""
     hooked = method_name == "forward" and "_hf_hook" in module.__dict__ and _OLD in module.__dict__
     return _OLD if hooked else method_name
+
+
+def wrapped(module: nn.Module, value: Any) -> types.CellType | None:
+    """The closure cell in which a plain function keeps the one method of this module that it calls; else None."""
+    if not isinstance(value, types.FunctionType):
+        return None
+    cells: dict[int, types.CellType] = {}
+    left, seen = [value], set()
+    while left:
+        function = left.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for cell in _cells(function):
+            held = cell.cell_contents
+            if isinstance(held, types.MethodType) and held.__self__ is module:
+                cells[id(cell)] = cell
+            elif isinstance(held, types.FunctionType):
+                left.append(held)
+    return next(iter(cells.values())) if len(cells) == 1 else None
 
 
 def _chain(value: Any) -> Iterator[Any]:
