@@ -8,192 +8,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_samples import (
+    ACCEPTED,
+    ALONE,
+    BENCH,
+    GRAFT,
+    MACHINE,
+    MODEL,
+    PLAN,
+    five,
+    grafted,
+    seat,
+    side,
+    site,
+    solution,
+)
 from rich.console import Console
 
 from kernelgraft import report
 from kernelgraft.bench.result import (
-    BenchResult,
     Comparison,
-    Contender,
-    Coverage,
     Divergence,
-    Figure,
     Outputs,
-    Proof,
-    Run,
-    Setting,
-    Side,
 )
 from kernelgraft.records import (
-    BuildSpec,
-    CandidateRow,
-    EndToEnd,
-    Evaluation,
-    Graft,
-    MachineCard,
-    ModelCard,
-    Patch,
     Plan,
-    PlanRow,
     Research,
     ResearchRow,
-    Seat,
-    Site,
-    Solution,
-    SolutionMeta,
-    SourceFile,
-    SourceRef,
-    Status,
 )
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.base import Listing
-
-MODEL = ModelCard(
-    name="tiny",
-    class_name="a.B",
-    type="b",
-    parameters=1234567,
-    dtype="float32",
-    device="cpu",
-    transformers="5.24.0",
-    config_sha256="0" * 64,
-)
-MACHINE = MachineCard(platform="Linux", cpu="A CPU", cores=2, python="3.11.7", versions={"torch": "2.13.0"})
-SOURCE = SourceRef(file="a/b.py", first_line=1, last_line=2, sha256="0" * 64)
-
-
-def site(path: str, count: int = 3) -> Site:
-    instances = tuple(path.replace("*", str(i)) for i in range(count))
-    return Site(kind="module", path=path, instances=instances, class_name="a.Norm", source=SOURCE)
-
-
-def solution(name: str, definition: str = "norm_h8") -> Solution:
-    return Solution(
-        name=name,
-        definition=definition,
-        author="acme",
-        spec=BuildSpec(language="python", target_hardware=("cpu",), entry_point="main.py::run"),
-        sources=(SourceFile(path="main.py", content="def run(x): return x\n"),),
-        meta=SolutionMeta(supplier="acme", family="rms_norm", fingerprint="f"),
-    )
-
-
-def seat(regime: Any, original: float, ours: float, seated: bool, definition: str = "norm_h8") -> Seat:
-    return Seat(
-        definition=definition,
-        regime=regime,
-        work=4,
-        original_us=original,
-        solution_us=ours,
-        spread_us=0.1,
-        candidates_us={"acme_norm": ours},
-        solution="acme_norm",
-        seated=seated,
-    )
-
-
-ACCEPTED = Patch(
-    family="rms_norm",
-    sites=(site("model.layers.*.norm"), site("model.norm", 1)),
-    definitions=("norm_h8",),
-    status="accepted",
-    seats=(seat("prefill", 20.0, 12.0, True), seat("decode", 10.0, 11.0, False)),
-)
-REJECTED = Patch(
-    family="rope",
-    sites=(site("model.layers.*.rope"),),
-    definitions=("rope_h8",),
-    status="rejected",
-    reason="unsuitable: no supplier has a candidate",
-)
-GRAFT = Graft(
-    model=MODEL,
-    machine=MACHINE,
-    policy="fastest",
-    patches=(ACCEPTED, REJECTED),
-    definitions={},
-    solutions={"acme_norm": solution("acme_norm")},
-    evaluations=(
-        Evaluation(solution="acme_norm", definition="norm_h8", status=Status.PASSED, cases=40, error_ratio=1.01),
-        Evaluation(
-            solution="acme_liar",
-            definition="norm_h8",
-            status=Status.INCORRECT_NUMERICAL,
-            check="C8",
-            reason="off | by 3",
-        ),
-    ),
-    end_to_end=EndToEnd(tokens_equal=True, logits_rel_rmse=1e-7),
-)
-
-
-def side(tokens_per_s: float, std: float | None = 2.0) -> Side:
-    run = Run(
-        ttft_ms=5.0, decode_ms=(1.0,), tokens_per_s=tokens_per_s, decode_tokens_per_s=900.0, peak_memory_bytes=10**8
-    )
-    return Side(
-        runs=(run,),
-        tokens_per_s=Figure(mean=tokens_per_s, std=std),
-        ttft_ms=Figure(mean=5.0, std=0.1),
-        decode_tokens_per_s=Figure(mean=900.0, std=3.0),
-        inter_token_ms_p50=1.0,
-        inter_token_ms_p90=1.5,
-        peak_memory_bytes=10**8,
-        load_s=0.3,
-        warmup_s=1.0,
-    )
-
-
-ORIGINAL = Contender(name="eager", side=side(800.0), proof=Proof(patch_imported=False))
-GRAFTED = Contender(
-    name="kernelgraft",
-    side=side(1000.0),
-    comparison=Comparison(tokens_per_s_ratio=1.25, tokens_per_s_interval=(1.2, 1.3), ttft_ratio=1.0),
-    outputs=Outputs(tokens_equal=True, logits_rel_rmse=2e-7, logits_shape=(1, 64, 100)),
-)
-BENCH = BenchResult(
-    model=MODEL,
-    machine=MACHINE,
-    setting=Setting(
-        prompt="p",
-        prompt_tokens=6,
-        new_tokens=64,
-        batch=1,
-        cache="dynamic",
-        device="cpu",
-        dtype="float32",
-        threads=2,
-        pairs=5,
-        repeats=4,
-        warmup_runs=2,
-        seed=0,
-    ),
-    contenders=(ORIGINAL, GRAFTED),
-    coverage=Coverage(device="cpu", cpu_time_percent=42.0, sites_percent={"model.norm": 42.0}, new_tokens=16),
-)
-ALONE = BENCH.model_copy(update={"contenders": (ORIGINAL,), "coverage": None})
-
-
-def grafted(**changes: Any) -> BenchResult:
-    """The benchmark with another outcome of the graft."""
-    return BENCH.model_copy(update={"contenders": (ORIGINAL, GRAFTED.model_copy(update=changes))})
-
-
-PLAN = Plan(
-    model=MODEL,
-    rows=(
-        PlanRow(
-            family="rms_norm",
-            definitions=("norm_h8",),
-            sites=("model.norm",),
-            candidates=(
-                CandidateRow(supplier="acme", solution="acme_norm", match="exact"),
-                CandidateRow(supplier="other", reason="not installed"),
-            ),
-            verdict="exact",
-        ),
-    ),
-)
 
 
 def shown(renderable: Any, width: int = 200) -> str:
@@ -347,18 +191,6 @@ def test_bench_table() -> None:
     assert "95 % interval 1.200 to 1.300" in text
     assert "42.0 % of the original's CPU time" in text
     assert "only the original ran" in shown(report.bench_table(ALONE))
-
-
-def five() -> BenchResult:
-    """All contenders, one of which could not run."""
-    peers = (
-        Contender(
-            name="static-compile", side=side(4000.0), comparison=Comparison(tokens_per_s_ratio=5.0, ttft_ratio=1)
-        ),
-        Contender(name="tilegym", failure="tilegym has no patch for `b`"),
-        Contender(name="liger", side=side(12345.6, 78.9)),
-    )
-    return BENCH.model_copy(update={"contenders": (ORIGINAL, *peers, GRAFTED)})
 
 
 def test_every_contender_has_a_row_and_a_failed_one_its_reason() -> None:

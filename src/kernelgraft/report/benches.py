@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kernelgraft.bench.result import BenchResult, Contender, Divergence, Outputs, Side
-from kernelgraft.report.wording import UNKNOWN, make_table, model_title, number
+from kernelgraft.report.traces import gpu_tables
+from kernelgraft.report.wording import UNKNOWN, figures, make_table, model_title, number
 
 BENCH_HEADINGS = [
     "contender",
@@ -21,13 +22,12 @@ BENCH_HEADINGS = [
     "peak\nMB",
     "tokens",
 ]
-SMALLEST_FIGURES = 3
 
 
 def bench_table(bench: BenchResult) -> RenderableType:
     """One row a contender, and what it means in lines."""
     table = make_table(model_title(bench.model), BENCH_HEADINGS, bench_rows(bench), numbers=range(1, 8))
-    return Group(table, *(Text(line) for line in bench_lines(bench)))
+    return Group(table, *(Text(line) for line in bench_lines(bench)), *gpu_tables(bench))
 
 
 def bench_rows(bench: BenchResult) -> Iterable[list[str]]:
@@ -50,14 +50,6 @@ def bench_rows(bench: BenchResult) -> Iterable[list[str]]:
             f"{side.peak_memory_bytes / 1e6:.0f}",
             "" if contender.outputs is None else "equal" if contender.outputs.tokens_equal else "differ",
         ]
-
-
-def figures(value: float | None) -> str:
-    """At least three figures: `0.123`, `1.23`, `12.3`, `1234`."""
-    if value is None:
-        return UNKNOWN
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(SMALLEST_FIGURES - whole, 0)}f}"
 
 
 def bench_lines(bench: BenchResult) -> list[str]:
@@ -129,8 +121,3 @@ def throughput_line(side: Side) -> str:
     figure = side.tokens_per_s
     spread = "n/a" if figure.std is None else f"{figure.std:.2f}"
     return f"Average throughput: {figure.mean:.2f} ± {spread} tokens/sec"
-
-
-def one_line(headings: Sequence[str]) -> list[str]:
-    """Headings without line breaks."""
-    return [heading.replace("\n", " ") for heading in headings]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kernelgraft.bench.result import BenchResult
 from kernelgraft.records import Graft, MachineCard, Plan
-from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows, one_line
+from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
 from kernelgraft.report.grafts import GRAFT_HEADINGS, graft_line, graft_rows
-from kernelgraft.report.wording import UNKNOWN, markdown_table, model_title, number
+from kernelgraft.report.traces import GPU_HEADINGS, SHARE_HEADINGS, gpu_rows, share_rows, trace_lines, uncovered_traces
+from kernelgraft.report.wording import UNKNOWN, markdown_table, model_title, number, one_line
 
 
 def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
@@ -43,7 +44,25 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
             markdown_table(one_line(BENCH_HEADINGS), bench_rows(bench)),
             "\n".join(f"- {line}" for line in bench_lines(bench)),
         ]
+        parts += _gpu_parts(bench)
     return "\n\n".join(parts) + "\n"
+
+
+def _gpu_parts(bench: BenchResult) -> list[str]:
+    rows = list(gpu_rows(bench))
+    if not rows:
+        return []
+    parts = [
+        "## GPU time",
+        markdown_table(one_line(GPU_HEADINGS), rows),
+        "\n".join(f"- {line}" for line in trace_lines(bench)),
+    ]
+    for contender, trace in uncovered_traces(bench):
+        parts += [
+            f"### Not covered: {contender.name}, {trace.regime}",
+            markdown_table(SHARE_HEADINGS, share_rows(trace.uncovered)),
+        ]
+    return parts
 
 
 def machine_text(machine: MachineCard) -> str:

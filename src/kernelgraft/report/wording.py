@@ -14,6 +14,7 @@ from kernelgraft.records import ModelCard, Site
 
 REGIMES = ("prefill", "decode")
 UNKNOWN = "–"
+SMALLEST_FIGURES = 3
 
 
 def figure_text(figure: Figure | None, digits: int = 1) -> str:
@@ -59,6 +60,14 @@ def time_text(us: float) -> str:
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
+def figures(value: float | None) -> str:
+    """At least three figures: `0.123`, `1.23`, `12.3`, `1234`."""
+    if value is None:
+        return UNKNOWN
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(SMALLEST_FIGURES - whole, 0)}f}"
+
+
 def usable(reason: str | None) -> str:
     """Whether something can be used here, and why not."""
     return "usable" if reason is None else f"not usable: {reason}"
@@ -90,6 +99,11 @@ def number(value: float | None, digits: int) -> str:
 def model_title(model: ModelCard) -> str:
     """What the model is, in one line."""
     return f"{model.name}: {model.type}, {model.parameters:,} parameters, {model.dtype} on {model.device}"
+
+
+def one_line(headings: Sequence[str]) -> list[str]:
+    """Headings without line breaks."""
+    return [heading.replace("\n", " ") for heading in headings]
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,0 +1,158 @@
+"""Where the GPU's time went, contender by contender, and how near each came to what the machine allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kernelgraft.bench.result import BenchResult, Contender, Roofline, Share, Trace
+from kernelgraft.report.wording import REGIMES, UNKNOWN, figures, make_table, number
+
+LANGUAGES = {
+    "cutile": "cuTile",
+    "triton": "Triton",
+    "cublas": "cuBLAS",
+    "cudnn": "cuDNN",
+    "flash": "flash attention",
+    "torch": "PyTorch",
+    "memory": "copies",
+    "other": "other",
+}
+LIBRARIES = ("cublas", "cudnn", "flash")
+"""Left to these because nothing at hand is faster than them."""
+GPU_HEADINGS = [
+    "contender",
+    "regime",
+    "step\nms",
+    "kernels\na token",
+    "GPU\nidle %",
+    "cuTile\n%",
+    "replaced\n%",
+    "roofline\n%",
+]
+SHARE_HEADINGS = ["operator", "module", "%", "calls", "µs a call"]
+NO_PATH = "(no module)"
+
+
+def gpu_tables(bench: BenchResult) -> list[RenderableType]:
+    """The contenders' GPU time, what it means, and what is not covered yet; empty where nothing was traced."""
+    rows = list(gpu_rows(bench))
+    if not rows:
+        return []
+    made: list[RenderableType] = [make_table("GPU time", GPU_HEADINGS, rows, numbers=range(2, 8))]
+    made.append(Group(*map(Text, trace_lines(bench))))
+    for contender, trace in uncovered_traces(bench):
+        title = f"Not covered: {contender.name}, {trace.regime}"
+        made.append(make_table(title, SHARE_HEADINGS, share_rows(trace.uncovered), numbers={2, 3, 4}, folded={0, 1}))
+    return made
+
+
+def gpu_rows(bench: BenchResult) -> Iterable[list[str]]:
+    """Cells: one row a contender and regime of which a trace or a roofline is known."""
+    for contender in bench.contenders:
+        for regime in REGIMES:
+            trace, roofline = trace_of(contender, regime), roofline_of(contender, regime)
+            if trace is None and roofline is None:
+                continue
+            yield [
+                contender.name,
+                regime,
+                figures(None if trace is None else step_ms(trace, trace.wall_ms)),
+                number(None if trace is None else trace.kernels_per_token, 0),
+                number(None if trace is None or not trace.wall_ms else trace.host_bound_percent, 1),
+                number(None if trace is None else trace.cutile_percent, 1),
+                number(None if trace is None else trace.replaced_percent, 1),
+                number(None if roofline is None else roofline.percent, 1),
+            ]
+
+
+def trace_of(contender: Contender, regime: str) -> Trace | None:
+    """The contender's trace of that regime."""
+    return next((trace for trace in contender.traces if trace.regime == regime), None)
+
+
+def roofline_of(contender: Contender, regime: str) -> Roofline | None:
+    """The contender's roofline of that regime."""
+    return next((roofline for roofline in contender.rooflines if roofline.regime == regime), None)
+
+
+def step_ms(trace: Trace, value: float) -> float:
+    """A figure of the whole window for one decode step, or for the whole prefill."""
+    return value / trace.tokens if trace.regime == "decode" else value
+
+
+def trace_lines(bench: BenchResult) -> list[str]:
+    """Coverage in the agreed words, what the graft replaced, what is left to libraries, and the roofline."""
+    lines = []
+    for contender in bench.contenders:
+        for trace in contender.traces:
+            lines += [f"{contender.name}, {trace.regime}: {line}" for line in _lines_of(contender, trace)]
+    lines += roofline_lines(bench)
+    return lines
+
+
+def _lines_of(contender: Contender, trace: Trace) -> Iterable[str]:
+    if contender.name == "kernelgraft" or trace.cutile_percent > 0:
+        yield coverage_line(trace)
+    if trace.replaced_percent is not None:
+        yield f"{trace.replaced_percent:.2f} % of the GPU time is in what the graft replaces"
+    if contender.name == "kernelgraft":
+        yield f"left to libraries: {libraries_text(trace)}"
+
+
+def coverage_line(trace: Trace) -> str:
+    """Share of the kernels' time that is in cuTile kernels, in the agreed words."""
+    return f">>> cuTile Kernel Coverage (GPU Time):    {trace.cutile_percent:.2f}% <<<"
+
+
+def libraries_text(trace: Trace) -> str:
+    """`41.0 % (cuBLAS 39.0, cuDNN 2.0)`: time in libraries' kernels, which were kept because they are faster."""
+    parts = {name: trace.languages_percent.get(name, 0.0) for name in LIBRARIES}
+    said = ", ".join(f"{LANGUAGES[name]} {percent:.1f}" for name, percent in parts.items() if percent)
+    return f"{sum(parts.values()):.1f} %" + (f" ({said})" if said else "")
+
+
+def languages_text(trace: Trace) -> str:
+    """All languages with their shares, largest first."""
+    ordered = sorted(trace.languages_percent.items(), key=lambda item: -item[1])
+    return ", ".join(f"{LANGUAGES.get(name, name)} {percent:.1f} %" for name, percent in ordered if percent)
+
+
+def roofline_lines(bench: BenchResult) -> Iterable[str]:
+    """One line a regime: what limits a step, and how near each contender came."""
+    for regime in REGIMES:
+        found = [(c.name, r) for c in bench.contenders if (r := roofline_of(c, regime)) is not None]
+        if found:
+            reached = ", ".join(f"{name} {roofline.percent:.1f} %" for name, roofline in found)
+            yield f"{limit_text(found[0][1])}; of it {reached}"
+
+
+def limit_text(r: Roofline) -> str:
+    """The shortest time that the machine allows for a step, and why."""
+    if memory_bound(r):
+        limit = f"{r.bytes_per_step / 1e9:.2f} GB at {r.bandwidth_gb_s:.0f} GB/s"
+    else:
+        limit = f"{r.flops_per_step / 1e12:.2f} TFLOP at {r.tflops:.0f} TFLOP/s"
+    step = "a decode step" if r.regime == "decode" else "a prefill"
+    return f"roofline: {step} takes {figures(r.limit_ms)} ms at least ({limit})"
+
+
+def memory_bound(r: Roofline) -> bool:
+    """True if reading takes longer than computing."""
+    return r.bytes_per_step / (r.bandwidth_gb_s * 1e9) >= r.flops_per_step / (r.tflops * 1e12)
+
+
+def uncovered_traces(bench: BenchResult) -> Iterable[tuple[Contender, Trace]]:
+    """The graft's traces, or without a graft the original's: where a kernel would still help."""
+    graft = bench.contender("kernelgraft")
+    chosen = bench.contenders[0] if graft is None or not graft.traces else graft
+    return ((chosen, trace) for trace in chosen.traces if trace.uncovered)
+
+
+def share_rows(shares: Iterable[Share]) -> Iterable[list[str]]:
+    """Cells of parts of the GPU's time."""
+    for share in shares:
+        each = figures(share.time_us / share.calls) if share.calls else UNKNOWN
+        yield [share.name, share.path or NO_PATH, f"{share.percent:.1f}", str(share.calls), each]
