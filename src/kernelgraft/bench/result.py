@@ -178,12 +178,14 @@ class Trace(Record):
     tokens: int
     """Decode: steps in the window. Prefill: tokens of one sequence."""
     wall_ms: float
-    """From the first launch to the end of the last kernel."""
+    """Length of the window without the profiler, which slows the host down; from a trace alone: from the first launch
+    to the end of the last kernel."""
     busy_ms: float
     """Of that, with at least one kernel on the GPU."""
     kernels: int
+    """Without copies and fills."""
     kernel_us: float
-    """Sum over all kernels; what all percentages refer to."""
+    """Sum over all kernels, copies and fills; what all percentages refer to."""
     languages_percent: dict[str, float]
     """By what made the kernel: `cutile`, `triton`, `cublas`, `cudnn`, `flash`, `torch`, `memory`, `other`; adds up to
     100."""
@@ -193,6 +195,8 @@ class Trace(Record):
     """By module path, largest first; adds up to `kernel_us` with the path-less rest."""
     uncovered: tuple[Share, ...] = ()
     """The ten largest operators that no kernel of a graft or patch serves."""
+    libraries: tuple[Share, ...] = ()
+    """The ten largest operators that are left to cuBLAS, cuDNN or FlashAttention."""
 
     @property
     def cutile_percent(self) -> float:

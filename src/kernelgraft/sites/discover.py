@@ -49,7 +49,7 @@ def discover(model: nn.Module, *, products: bool = False) -> list[Site]:
     shapes differ. A module whose forward was replaced by something that is not a method is left out.
     """
     methods = _Methods()
-    patterns = _patterns(model)
+    patterns = path_patterns(model)
     offsets = _index_attributes(model, patterns)
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for path, module in model.named_modules():
@@ -201,7 +201,7 @@ def _uninteresting(module: nn.Module) -> bool:
     )
 
 
-def _patterns(model: nn.Module) -> dict[str, str]:
+def path_patterns(model: nn.Module) -> dict[str, str]:
     """Every module path with the indices of lists replaced by `*`."""
     patterns = {"": ""}
     lists = {path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.ModuleList)}
