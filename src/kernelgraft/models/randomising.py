@@ -36,9 +36,7 @@ def randomise(model: nn.Module, seed: int) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     for owner, tensor in _tensors(model):
         generator = generators.setdefault(tensor.device, torch.Generator(tensor.device).manual_seed(seed))
-        if (fresh := _fresh(owner, tensor, generator)) is not None:
-            tensor.copy_(fresh)
-        elif isinstance(tensor, nn.Parameter):
+        if not _refresh(owner, tensor, generator) and isinstance(tensor, nn.Parameter):
             patterned.append((tensor, tensor.clone()))
     for spread in STRUCTURED:
         for tensor, initial in patterned:
@@ -59,30 +57,39 @@ def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
                 yield module, tensor
 
 
-def _fresh(owner: nn.Module, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
-    """New float32 values for a matrix, a constant or small noise; None for a patterned tensor."""
+def _refresh(owner: nn.Module, tensor: torch.Tensor, generator: torch.Generator) -> bool:
+    """Give a matrix, a constant or small noise new values; false, with nothing done, for a patterned tensor."""
 
     def uniform() -> torch.Tensor:
         return 2 * torch.rand(tensor.shape, device=tensor.device, generator=generator) - 1
 
-    def normal() -> torch.Tensor:
-        return torch.randn(tensor.shape, device=tensor.device, generator=generator)
-
-    first = tensor.flatten()[0].float()
-    if (tensor == tensor.flatten()[0]).all():
-        if first != 0:
-            return first * (1 + SPREAD * uniform())
+    # In place and in the tensor's own dtype: matrices are most of a model, and a float32 copy doubles the time.
+    if _constant(tensor):
+        if (value := tensor.flatten()[0].float()) != 0:
+            tensor.copy_(value * (1 + SPREAD * uniform()))
+            return True
         if tensor.squeeze().ndim < 2:
-            alone = tensor.numel() > 1 and sum(1 for _ in owner.parameters(recurse=False)) == 1
-            return SPREAD * uniform() if alone else BIAS_STD * normal()
+            if tensor.numel() > 1 and sum(1 for _ in owner.parameters(recurse=False)) == 1:
+                tensor.copy_(SPREAD * uniform())
+            else:
+                tensor.normal_(0, BIAS_STD, generator=generator)
+            return True
     elif not isinstance(tensor, nn.Parameter):
-        return None
+        return False
     elif tensor.squeeze().ndim < 2:
-        is_noise = tensor.min() < 0 < tensor.max() and tensor.abs().max() < SPREAD
-        return BIAS_STD * normal() if is_noise else None
+        is_noise = bool(tensor.min() < 0 < tensor.max() and tensor.abs().max() < SPREAD)
+        if is_noise:
+            tensor.normal_(0, BIAS_STD, generator=generator)
+        return is_noise
     elif _repeats(tensor):
-        return None
-    return normal() * _fan_in(owner, tensor) ** -0.5
+        return False
+    tensor.normal_(0, _fan_in(owner, tensor) ** -0.5, generator=generator)
+    return True
+
+
+def _constant(tensor: torch.Tensor) -> bool:
+    """Whether all values are equal; most tensors show at their beginning that they are not."""
+    return all(bool((part == part[0]).all()) for part in (tensor.flatten()[:1024], tensor.flatten()))
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
