@@ -351,6 +351,8 @@ class Evaluation(Record):
     seconds: float | None = None
     warmup_seconds: float | None = None
     """First call, including any compilation."""
+    earlier: bool = False
+    """True if an earlier run found this, with equal content, versions and machine."""
     performance: dict[str, Performance] = Field(default_factory=dict)
     """Per regime; empty until measured, forbidden unless passed."""
 
@@ -424,6 +426,8 @@ class ModelCard(Record):
     transformers: str
     config_sha256: str
     """SHA-256 of the configuration without volatile fields (paths, versions)."""
+    split: str | None = None
+    """How it is split over processes that each compute a part, e.g. `tp=2`; None: it is whole."""
 
 
 class MachineCard(Record):

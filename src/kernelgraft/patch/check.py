@@ -36,6 +36,9 @@ def model_differences(made_for: ModelCard, found: ModelCard) -> Iterator[str]:
     for what in ("type", "dtype", "device", "transformers"):
         if (before := getattr(made_for, what)) != (now := getattr(found, what)):
             yield f"{what} is `{now}`, it was made for `{before}`"
+    if made_for.split != found.split:
+        before, now = (f"split over processes ({s})" if s else "whole" for s in (made_for.split, found.split))
+        yield f"it is {now}, it was made for one that is {before}: integrate it in the processes that run it"
     if made_for.config_sha256 != found.config_sha256:
         yield f"the configuration is another (`{found.config_sha256[:12]}`, not `{made_for.config_sha256[:12]}`)"
 

@@ -11,13 +11,14 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from kernelgraft.errors import RebindError
+from kernelgraft.identity import LOCAL
 from kernelgraft.records import Regime, Site
 from kernelgraft.sites import statements
 from kernelgraft.sites.calls import Call, copied, differ, signature
@@ -88,7 +89,20 @@ def capture(model: nn.Module, sites: Sequence[Site], runs: Sequence[Run], *, see
         else:
             tape.keep()
         result.tokens.append(tokens)
+    if LOCAL in vars(model):
+        result.calls = {site.key: [_of_this_rank(site, call) for call in result.calls[site.key]] for site in sites}
     return result
+
+
+def _of_this_rank(site: Site, call: Call) -> Call:
+    """A recorded call with what this rank's part alone returns: recorded were results that ranks had added up."""
+    given = [x for value in (*call.args, *call.kwargs.values()) for x in (value if type(value) is tuple else (value,))]
+    plain = all(x is None or isinstance(x, (torch.Tensor, bool, int, float, str)) for x in given)
+    if site.kind not in ("module", "statement") or not plain or call.mutated:
+        return call  # a cache must not be written twice
+    args, kwargs = copied((call.args, call.kwargs))
+    with torch.no_grad():
+        return replace(call, output=copied(call.original(call.module, *args, **kwargs)))
 
 
 def generate(model: Any, run: Run, *, seed: int = 0) -> torch.Tensor:
