@@ -15,8 +15,14 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kernelgraft.records import MachineCard
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
 DISTRIBUTIONS = (
     "torch",
@@ -57,10 +63,19 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def processes() -> tuple[int, int]:
+    """Number of this process among those that torchrun started, and how many there are: (0, 1) without it."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment for a child process, with changes; the child finds the modules that this one finds."""
+    """This process's environment for a child process, with changes; the child finds the modules that this one finds.
+
+    It takes no part in what torchrun started.
+    """
     path = os.pathsep.join(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))
-    return {**os.environ, "PYTHONPATH": path, **changes}
+    own = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
+    return {**own, "PYTHONPATH": path, **changes}
 
 
 def cxx_compiler() -> str | None:
@@ -86,6 +101,21 @@ def peak_memory_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a GPU or in this machine, in bytes; None if it cannot be told."""
+    if device.type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _cpu_name() -> str:

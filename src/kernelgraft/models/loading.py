@@ -36,19 +36,27 @@ def load(
     device: str | torch.device = "cpu",
     seed: int = 0,
     trust_remote_code: bool = False,
+    split: bool = False,
 ) -> Loaded:
     """Load the model that `spec` means onto `device`, in eval mode.
+
+    With `split`, each of the processes that torchrun started gets its part of the model (tensor parallelism by the
+    model's own plan), on the device that transformers gives it.
 
     Presets and `config:<model_type>` get random weights from `seed` and the dtype float32 unless one is given, as does
     `tiny`; folders and hub ids keep their stored dtype. Raises UsageError, in one line, for whatever cannot be loaded.
     """
     ref, device = resolve(spec), _device(device)
     if ref.kind in ("preset", "config"):
+        if split:
+            raise UsageError(
+                f"`{spec}` has random weights, which are not split over processes: save it to a folder and give that"
+            )
         model = _random(ref, dtype or torch.float32, device, seed)
         loaded = Loaded(ref, model, None, model.dtype)
     else:
         chosen = dtype or (torch.float32 if ref.kind == "tiny" else None)
-        loaded = _pretrained(ref, chosen, device, trust_remote_code)
+        loaded = _pretrained(ref, chosen, device, trust_remote_code, split)
     if loaded.model.generation_config.pad_token_id is None:
         loaded.model.generation_config.pad_token_id = pad_id(loaded)  # or generate warns on each call
     return loaded
@@ -109,17 +117,26 @@ def _random(ref: ModelRef, dtype: torch.dtype, device: torch.device, seed: int) 
     return model
 
 
-def _pretrained(ref: ModelRef, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool) -> Loaded:
+def _pretrained(
+    ref: ModelRef, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool, split: bool
+) -> Loaded:
     source = str(ref.path or ref.name)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": ref.path is not None}
+    parts: dict[str, Any] = {}
     try:
         with quiet(bars=ref.kind == "hub"):
             config = AutoConfig.from_pretrained(source, **options)
-            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto", **options)
+            if split:
+                from transformers.distributed import DistributedConfig
+
+                parts = {"distributed_config": DistributedConfig(tp_plan="auto")}
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=dtype or "auto", **options, **parts
+            )
             tokenizer = _tokenizer(source, ref.path, options)
     except Exception as error:  # transformers and the hub client raise OSError, ValueError, KeyError, ImportError, ...
         raise _cannot(ref, error) from error
-    return Loaded(ref, model.to(device).eval(), tokenizer, model.dtype)
+    return Loaded(ref, (model if split else model.to(device)).eval(), tokenizer, model.dtype)
 
 
 def _tokenizer(source: str, path: Path | None, options: dict[str, Any]) -> Any:
