@@ -60,6 +60,7 @@ def one_line(err: str) -> str:
         (("run", "tiny", "--device", "tpu"), "tpu"),
         (("run", "tiny", "--policy", "best"), "best"),
         (("run", "tiny", "--suppliers", "nonesuch"), "nonesuch"),
+        (("run", "tiny", "--judge", "lenient"), "lenient"),
         (("bench", "tiny", "--cache", "paged"), "paged"),
         (("bench", "tiny", "--graft", "no-such-folder"), "no-such-folder"),
         (("plan", "no-such-folder"), "no-such-folder"),
@@ -197,13 +198,14 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
     commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     flags = {name: sorted(o for p in c.params for o in p.opts if o.startswith("--")) for name, c in commands.items()}
     common = ["--device", "--dtype", "--json", "--out", "--trust-remote-code"]
+    judging = ["--judge", "--jobs", "--fresh"]
     assert flags == {
         "doctor": ["--json"],
         "research": common,
         "inventory": ["--arch", "--budget", "--compile", "--json", "--kernel", "--only", "--tune"],
         "check": ["--device", "--json", "--numeric", "--training", "--trust-remote-code"],
         "plan": ["--json", "--suppliers"],
-        "integrate": ["--device", "--force", "--json", "--policy", "--trust-remote-code"],
+        "integrate": sorted(["--device", "--force", "--json", "--policy", "--trust-remote-code", *judging]),
         "bench": [
             "--batch",
             "--cache",
@@ -216,7 +218,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
             "--use-cutile",
         ],
         "export": ["--dest", "--format", "--overwrite", "--package", "--repo"],
-        "run": sorted([*common, "--force", "--new-tokens", "--pairs", "--policy", "--suppliers"]),
+        "run": sorted([*common, *judging, "--force", "--new-tokens", "--pairs", "--policy", "--suppliers"]),
     }
 
 

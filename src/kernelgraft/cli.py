@@ -37,6 +37,13 @@ PolicyOption = Annotated[
     typer.Option(help="fastest: the original stays where it is as fast; verified: seat the best verified Solution."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Do the job again even if it is done.")]
+JudgeOption = Annotated[
+    str, typer.Option("--judge", help="thorough, or quick: fewer sizes, seeds and layouts of every kind.")
+]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Solutions verified at a time (default: the cores, two fewer beside a GPU).")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Verify again what an earlier run has verified.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the model's own).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code from the hub.")]
@@ -147,10 +154,9 @@ def plan(folder: Folder, suppliers: Suppliers = None, json_file: Json = None) ->
     from kernelgraft import machine, pipeline
     from kernelgraft.records import Research
     from kernelgraft.report import plan_table
-    from kernelgraft.suppliers import select
 
     inventory = _existing(folder)
-    chosen = select(_names(suppliers))
+    chosen = pipeline.chosen(_names(suppliers), machine.read())
     record = inventory.load_record("research", Research)
     computes = pipeline.computes_of(record, inventory.definitions())
     if not computes:
@@ -165,6 +171,9 @@ def plan(folder: Folder, suppliers: Suppliers = None, json_file: Json = None) ->
 def integrate(
     folder: Folder,
     policy: PolicyOption = "fastest",
+    judge: JudgeOption = "thorough",
+    jobs: Jobs = None,
+    fresh: Fresh = False,
     force: Force = False,
     json_file: Json = None,
     device: Device = "cpu",
@@ -176,7 +185,7 @@ def integrate(
     from kernelgraft.records import Plan, Research
     from kernelgraft.report import graft_table
 
-    inventory = _existing(folder)
+    inventory, options = _existing(folder), _judge(judge)
     record = inventory.load_record("research", Research)
     planned = pipeline.planned(inventory.load_record("plan", Plan), inventory)
     with _progress() as progress:
@@ -187,8 +196,12 @@ def integrate(
         if done and not force:
             people.print(f"{done}; --force redoes it")
         else:
-            computes = pipeline.recapture(loaded, record, inventory.definitions())
-            graft = pipeline.make_graft(loaded, computes, planned, inventory, policy=_policy(policy), progress=progress)
+            how = _policy(policy)
+            with pipeline.Judges(options, device=device, jobs=jobs, fresh=fresh, early=device != "cpu") as judges:
+                computes = pipeline.recapture(loaded, record, inventory.definitions())
+                graft = pipeline.make_graft(
+                    loaded, computes, planned, inventory, policy=how, judges=judges, progress=progress
+                )
     assert graft is not None
     if not _wrote_json(graft.model_dump(mode="json"), json_file):
         Console().print(graft_table(graft))
@@ -293,6 +306,9 @@ def run(
     json_file: Json = None,
     suppliers: Suppliers = None,
     policy: PolicyOption = "fastest",
+    judge: JudgeOption = "thorough",
+    jobs: Jobs = None,
+    fresh: Fresh = False,
     force: Force = False,
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of benchmark runs.")] = 5,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per benchmark run.")] = 64,
@@ -305,11 +321,21 @@ def run(
     from kernelgraft.bench import BenchResult
     from kernelgraft.store import Inventory
 
-    chosen, how = _names(suppliers), _policy(policy)
+    chosen, how, options = _names(suppliers), _policy(policy), _judge(judge)
     store = Inventory(_folder(out, model))
     with _progress() as progress:
         loaded = _load(model, dtype, device, trust_remote_code)
-        done = pipeline.run_integration(loaded, store, suppliers=chosen, policy=how, force=force, progress=progress)
+        done = pipeline.run_integration(
+            loaded,
+            store,
+            suppliers=chosen,
+            policy=how,
+            force=force,
+            options=options,
+            jobs=jobs,
+            fresh=fresh,
+            progress=progress,
+        )
     console = people if json_file == Path("-") else Console()
     if done.already:
         people.print(f"{done.already}; --force redoes it")
@@ -435,6 +461,14 @@ def _policy(name: str) -> Any:
     if name not in ("fastest", "verified"):
         raise UsageError(f"policy `{name}` is not fastest or verified")
     return name
+
+
+def _judge(name: str) -> Any:
+    from kernelgraft.evaluate import JudgeOptions
+
+    if name not in ("thorough", "quick"):
+        raise UsageError(f"judge `{name}` is not thorough or quick")
+    return JudgeOptions.quick() if name == "quick" else JudgeOptions()
 
 
 def _cache(name: str) -> Any:

@@ -77,7 +77,7 @@ class Judge:
 
     def close(self) -> None:
         """End the child processes."""
-        self._zygote.close()
+        self._zygote.end()
 
     def verify(
         self,

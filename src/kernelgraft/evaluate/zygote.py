@@ -71,6 +71,7 @@ class Zygote:
     def __init__(self, *, fork: bool | None = None) -> None:
         self.fork = hasattr(os, "fork") if fork is None else fork
         self.process: subprocess.Popen[bytes] | None = None
+        self._ended = False
         if self.fork:
             self._start()
 
@@ -79,6 +80,8 @@ class Zygote:
         if not self.fork:
             return self._spawn(folder, timeout_s)
         for attempt in (1, 2):
+            if self._ended:
+                raise KernelgraftError("the judge was closed while it was at work")
             if self.process is None or self.process.poll() is not None:
                 self._start()
             request = {"folder": str(folder), "timeout_s": timeout_s, "load": COMPILER_MODULES if compiles else ()}
@@ -89,6 +92,11 @@ class Zygote:
             if attempt == 1:
                 (folder / "log").unlink(missing_ok=True)
         raise KernelgraftError("the judge's process ended twice without an answer: see its messages on stderr")
+
+    def end(self) -> None:
+        """Close for good: a job that another thread waits for is not begun again."""
+        self._ended = True
+        self.close()
 
     def close(self) -> None:
         """End the zygote and any job that still runs."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from kernelgraft.pipeline.compile_check import compile_check
 from kernelgraft.pipeline.integration import Integration, integrate, make_graft, restricted, run_integration
-from kernelgraft.pipeline.planning import already, candidates, make_plan, planned
+from kernelgraft.pipeline.planning import already, candidates, chosen, make_plan, planned
 from kernelgraft.pipeline.progress import Progress, silent
+from kernelgraft.pipeline.ranks import led
 from kernelgraft.pipeline.researching import PROMPT, computes_of, recapture, research
+from kernelgraft.pipeline.verifying import Judges
 
 __all__ = [
     "PROMPT",
     "Integration",
+    "Judges",
     "Progress",
     "already",
     "candidates",
+    "chosen",
     "compile_check",
     "computes_of",
     "integrate",
+    "led",
     "make_graft",
     "make_plan",
     "planned",

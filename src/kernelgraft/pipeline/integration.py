@@ -13,16 +13,17 @@ from torch import nn
 
 from kernelgraft import machine
 from kernelgraft.errors import NothingToPatch
-from kernelgraft.evaluate import Captured, Judge, JudgeOptions
+from kernelgraft.evaluate import Captured, JudgeOptions
 from kernelgraft.identity import model_card
 from kernelgraft.models import Loaded, wrap
 from kernelgraft.pipeline import gate, planning, seating
 from kernelgraft.pipeline.progress import Progress, silent
+from kernelgraft.pipeline.ranks import led
 from kernelgraft.pipeline.researching import Bound, Compute, axes_of, research
 from kernelgraft.pipeline.seating import Policy
-from kernelgraft.records import Evaluation, Graft, Patch, Plan, Research, Seat, Solution, Status
+from kernelgraft.pipeline.verifying import Judges, Task
+from kernelgraft.records import Evaluation, Graft, MachineCard, ModelCard, Patch, Plan, Research, Seat, Status
 from kernelgraft.store import Inventory
-from kernelgraft.suppliers import select as select_suppliers
 from kernelgraft.suppliers.base import Supplier
 
 
@@ -47,12 +48,16 @@ def integrate(
     policy: Policy = "fastest",
     force: bool = False,
     options: JudgeOptions | None = None,
+    jobs: int | None = None,
+    fresh: bool = False,
     progress: Progress = silent,
 ) -> Graft:
     """Research a live model, verify and time every candidate, and return the graft; the model is left as it was.
 
     `suppliers` are names (None: all that run here) or Supplier objects. With `out`, all records are written to that
-    folder. Raises NothingToPatch if no site is recognised, UsageError for a wrong name or folder.
+    folder. `jobs` Solutions are verified at a time (None: as many as there are cores, two fewer beside a GPU); `fresh`
+    judges again what an earlier run has verified. Raises NothingToPatch if no site is recognised, UsageError for a
+    wrong name or folder.
     """
     loaded = model if isinstance(model, Loaded) else wrap(model, tokenizer, name)
     with contextlib.ExitStack() as stack:
@@ -64,10 +69,13 @@ def integrate(
             policy=policy,
             force=force,
             options=options,
+            jobs=jobs,
+            fresh=fresh,
             progress=progress,
         ).graft
 
 
+@led
 def run_integration(
     loaded: Loaded,
     inventory: Inventory,
@@ -76,20 +84,27 @@ def run_integration(
     policy: Policy = "fastest",
     force: bool = False,
     options: JudgeOptions | None = None,
+    jobs: int | None = None,
+    fresh: bool = False,
     progress: Progress = silent,
 ) -> Integration:
-    """`integrate` into an inventory, with every record that it made."""
-    chosen = _suppliers(suppliers)
+    """`integrate` into an inventory, with every record that it made.
+
+    Every rank that has a part of a split model calls this; the first one writes, all get the same.
+    """
     card, here = model_card(loaded.model, loaded.ref.spec), machine.read()
+    chosen = _suppliers(suppliers, here)
     done, graft = planning.already(loaded.model, card, here, inventory)
     if done and graft and not force:
         return Integration(None, Plan(model=card, rows=(), already=done), graft, done)
-    record, computes = research(loaded, inventory, progress=progress)
-    if not computes:
-        raise NothingToPatch(f"`{card.name}` has no site that a kernel could take: see `kernelgraft research`")
-    found = planning.candidates(computes, chosen, here)
-    plan = planning.make_plan(card, found, inventory)
-    graft = make_graft(loaded, computes, found, inventory, policy=policy, options=options, progress=progress)
+    # On a GPU there are many cores, and what a judge's process imports takes as long as the research.
+    with Judges(options, device=card.device, jobs=jobs, fresh=fresh, early=card.device.startswith("cuda")) as judges:
+        record, computes = research(loaded, inventory, progress=progress)
+        if not computes:
+            raise NothingToPatch(f"`{card.name}` has no site that a kernel could take: see `kernelgraft research`")
+        found = planning.candidates(computes, chosen, here)
+        plan = planning.make_plan(card, found, inventory)
+        graft = make_graft(loaded, computes, found, inventory, policy=policy, judges=judges, progress=progress)
     return Integration(record, plan, graft, None)
 
 
@@ -100,12 +115,14 @@ def make_graft(
     inventory: Inventory,
     *,
     policy: Policy = "fastest",
-    options: JudgeOptions | None = None,
+    judges: Judges,
     progress: Progress = silent,
 ) -> Graft:
     """Verify, measure and check the whole; write the evaluations and `graft.json`."""
     card = model_card(loaded.model, loaded.ref.spec)
-    graft = _judge_and_seat(loaded, computes, found, card, policy, options, progress)
+    verified = judges.verify(_tasks(computes, found), progress=progress)
+    judges.close()  # nothing else may be at work while it is measured
+    graft = _seat(loaded, computes, found, card, policy, verified, progress)
     progress("check", 0, None, "comparing the grafted model with the original")
     graft = gate.filter_patches(graft, loaded)
     progress("check", 1, 1, f"{len(graft.accepted)} computes accepted")
@@ -134,41 +151,41 @@ def _language(graft: Graft, seat: Seat) -> str | None:
     return None if solution is None else solution.spec.language
 
 
-def _suppliers(given: Sequence[str] | Sequence[Supplier] | None) -> list[Supplier]:
+def _suppliers(given: Sequence[str] | Sequence[Supplier] | None, here: MachineCard) -> list[Supplier]:
     if given and isinstance(given[0], Supplier):
         return list(given)  # type: ignore[arg-type]
-    return select_suppliers(given)  # type: ignore[arg-type]
+    return planning.chosen(given, here)  # type: ignore[arg-type]
 
 
-def _judge_and_seat(
+def _tasks(computes: Sequence[Compute], found: planning.Candidates) -> list[Task]:
+    """Every candidate with the calls that it is judged on."""
+    tasks = []
+    for compute in computes:
+        for definition in compute.definitions:
+            own = [b for b in compute.bound if b.definition.name == definition.name]
+            for solution in found.solutions.get(definition.name, ()):
+                calls = seating.measured(compute, definition) if solution.meta.guard.static_shapes else own
+                captured = tuple(as_captured(b) for b in calls)
+                tasks.append(Task(solution, definition, captured, seating.original_kernel(own[0])))
+    return tasks
+
+
+def _seat(
     loaded: Loaded,
     computes: Sequence[Compute],
     found: planning.Candidates,
-    card: Any,
+    card: ModelCard,
     policy: Policy,
-    options: JudgeOptions | None,
+    evaluations: list[Evaluation],
     progress: Progress,
 ) -> Graft:
-    evaluations: list[Evaluation] = []
+    right = {(e.definition, e.solution) for e in evaluations if e.status is Status.PASSED}
+    progress("verify", len(evaluations), len(evaluations), f"{len(right)} of {len(evaluations)} solutions are right")
+    verified = [
+        [s for d in compute.definitions for s in found.solutions.get(d.name, ()) if (d.name, s.name) in right]
+        for compute in computes
+    ]
     patches: list[Patch] = []
-    total = sum(len(s) for s in found.solutions.values())
-    verified: dict[int, list[Solution]] = {}
-    with Judge(options or JudgeOptions()) as judge:
-        done = 0
-        for index, compute in enumerate(computes):
-            verified[index] = []
-            for definition in compute.definitions:
-                own = [b for b in compute.bound if b.definition.name == definition.name]
-                for solution in found.solutions.get(definition.name, ()):
-                    progress("verify", done, total, solution.name)
-                    calls = seating.measured(compute, definition) if solution.meta.guard.static_shapes else own
-                    original = seating.original_kernel(own[0])
-                    evaluation = judge.verify(solution, definition, [as_captured(b) for b in calls], original=original)
-                    evaluations.append(evaluation)
-                    if evaluation.status is Status.PASSED:
-                        verified[index].append(solution)
-                    done += 1
-    progress("verify", total, total, f"{sum(map(len, verified.values()))} of {total} solutions are right")
     # Fusions that contain another compute come last: they must beat what was seated for their parts.
     order = sorted(range(len(computes)), key=lambda i: any(s.kind == "statement" for s in computes[i].sites))
     for step, index in enumerate(order):
@@ -218,7 +235,7 @@ def _why_not(compute: Compute, seats: Sequence[Seat], evaluations: Sequence[Eval
 
 
 def _graft(
-    card: Any,
+    card: ModelCard,
     policy: Policy,
     patches: Sequence[Patch],
     computes: Sequence[Compute],

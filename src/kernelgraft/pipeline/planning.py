@@ -13,7 +13,8 @@ from kernelgraft.patch import find_applied
 from kernelgraft.pipeline.researching import Compute
 from kernelgraft.records import CandidateRow, Definition, Graft, MachineCard, ModelCard, Plan, PlanRow, Solution
 from kernelgraft.store import Inventory
-from kernelgraft.suppliers.base import Refusal, Supplier
+from kernelgraft.suppliers import select
+from kernelgraft.suppliers.base import Listing, Refusal, Supplier
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,33 @@ class Candidates:
     rows: tuple[PlanRow, ...]
     solutions: dict[str, tuple[Solution, ...]]
     """By Definition name."""
+
+
+class _OnRequest(Supplier):
+    """A supplier that nobody named and that is too slow to be judged unasked: it has nothing, and says why."""
+
+    def __init__(self, supplier: Supplier) -> None:
+        vars(self)["name"] = supplier.name  # the base class has it as a class variable
+
+    def unavailable(self, machine: MachineCard) -> str | None:
+        """See `Supplier.unavailable`."""
+        return f"compiling for a GPU takes a minute a Solution: name it (`--suppliers {self.name},…`) to have it judged"
+
+    def catalogue(self, machine: MachineCard) -> list[Listing]:
+        """Nothing."""
+        return []
+
+    def candidates(self, definition: Definition, machine: MachineCard) -> Refusal:
+        """See `Supplier.candidates`."""
+        return Refusal(self.name, self.unavailable(machine) or "")
+
+
+def chosen(names: Sequence[str] | None, machine: MachineCard) -> list[Supplier]:
+    """The suppliers of these names; None: all, but on a GPU without those that are too slow to be judged unasked."""
+    found = select(names)
+    if names is not None or machine.gpu is None:
+        return found
+    return [_OnRequest(s) if s.slow_on_gpu and s.unavailable(machine) is None else s for s in found]
 
 
 def candidates(computes: Iterable[Compute], suppliers: Sequence[Supplier], machine: MachineCard) -> Candidates:

@@ -38,6 +38,8 @@ class Supplier(ABC):
     """A source of Solutions."""
 
     name: ClassVar[str]
+    slow_on_gpu: ClassVar[bool] = False
+    """True if judging its Solutions takes a minute each on a GPU: there they are judged only where it is named."""
 
     @abstractmethod
     def unavailable(self, machine: MachineCard) -> str | None:

@@ -21,6 +21,7 @@ class InductorSupplier(Supplier):
     """Needs a C++ compiler on a CPU, Triton on a GPU."""
 
     name: ClassVar[str] = "inductor"
+    slow_on_gpu: ClassVar[bool] = True
 
     def unavailable(self, machine: MachineCard) -> str | None:
         """See `Supplier.unavailable`."""
