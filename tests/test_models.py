@@ -30,13 +30,17 @@ from kernelgraft.models.specs import TINY
 PROMPT = "The capital of France is"
 PARAMETERS = {
     "gemma-3-1b": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b": 7_248_023_552,
     "olmo-3-7b": 7_298_011_136,
+    "olmoe": 6_919_161_856,
     "phi-3-mini": 3_821_079_552,
     "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
+    "qwen3.5-0.8b": 752_393_024,
 }
 # Plain, windowed, 1 + w scales, latent attention, experts, state space, hybrids, learned positions, nested.
 DIVERSE = [
@@ -190,6 +194,20 @@ def test_every_preset_states_where_its_dimensions_come_from() -> None:
         preset = json.loads(path.read_text())
         assert "config.json of " in preset["note"] and f"{PARAMETERS[name]:,}" in preset["note"]
         assert preset["model_type"] in causal_types()
+
+
+def test_presets_of_experts_and_of_two_kinds_of_attention_keep_their_published_sizes() -> None:
+    experts = {
+        name: (config.num_local_experts, config.num_experts_per_tok, config.norm_topk_prob, config.num_key_value_heads)
+        for name in ("qwen3-30b-a3b", "olmoe")
+        if (config := configuration(resolve(name)))
+    }
+    assert experts == {"qwen3-30b-a3b": (128, 8, True, 4), "olmoe": (64, 8, False, 16)}
+    sinks = configuration(resolve("gpt-oss-20b"))
+    assert sinks.layer_types.count("sliding_attention") == 12 and sinks.sliding_window == 128
+    hybrid = configuration(resolve("qwen3.5-0.8b"))
+    assert hybrid.layer_types.count("full_attention") == 6 and hybrid.layer_types[3] == "full_attention"
+    assert hybrid.rope_parameters["partial_rotary_factor"] == 0.25
 
 
 def test_a_preset_shrinks_with_its_relations_kept() -> None:
