@@ -18,9 +18,9 @@ from kernelgraft import machine
 from kernelgraft.bench.counting import Regime, count
 from kernelgraft.bench.result import Roofline, Side
 
-STREAM_BYTES = {"cuda": 2 << 30, "cpu": 1 << 28}
-"""Many times the largest cache, so that each pass reads memory."""
-EDGES = {"cuda": (8192, 16384), "cpu": (1024,)}
+STREAM_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
+"""Larger than the caches, so that each pass reads memory."""
+EDGES = {"cuda": (8192, 16384), "cpu": (256,)}
 """Of square matrix products."""
 ROUNDS = 5
 
@@ -58,7 +58,7 @@ def work(model: nn.Module, regime: Regime, batch: int, prompt_tokens: int, new_t
 
 @functools.cache
 def limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Measure the device, once per process: a read of 2 GiB (CPU: 256 MiB) and large matrix products in `dtype`."""
+    """Measure the device, once per process: a read of 2 GiB (CPU: 64 MiB) and large matrix products in `dtype`."""
     return Limits(_bandwidth_gb_s(device), _tflops(device, dtype))
 
 
