@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ pytest.importorskip("cuda.tile", reason="the interpreter needs cuTile: pip insta
 
 from judging import FAMILY, captured, definition, solution
 
-from kernelgraft.evaluate import Captured, Judge, JudgeOptions, interpreting
+from kernelgraft.evaluate import Captured, Judge, JudgeOptions, interpreting, jobs
+from kernelgraft.evaluate.cases import make
 from kernelgraft.records import Guard, Solution, Status
 
 DOUBLE = definition("clone")
@@ -115,6 +118,25 @@ def test_small_sizes_are_tried(judge: Judge) -> None:
     assert all(c.inputs[0].numel() <= interpreting.LARGEST_VOLUME for c in found)
     assert large[1].axes in [c.axes for c in found], "a captured size that is small is tried as it is"
     assert not interpreting.calls(DOUBLE, FAMILY, large, lambda inputs: False)
+
+
+def test_a_rehearsal_is_short(tmp_path: Path) -> None:
+    """One call of each case, and layouts of all inputs at once; what follows on the GPU tries each input by itself."""
+    two = definition("act_mul")
+    options = replace(JudgeOptions(), layouts=("offset",))
+    labels, repeats = {}, {}
+    for name, wanted in (("rehearsal", interpreting.quick(options)), ("after", options)):
+        drawn = make(two, FAMILY, captured(two), wanted, static_shapes=False)
+        labels[name] = [case.label for case in drawn.cases if case.check == "C11"]
+        folder = tmp_path / name
+        folder.mkdir()
+        jobs.write(folder, for_gpu(RIGHT), jobs.Job(dict(enumerate(drawn.cases)), {}, {}), wanted)
+        repeats[name] = json.loads((folder / "request.json").read_text())["repeats"]
+    assert repeats == {"rehearsal": 1, "after": 3}
+    assert [label.partition("(")[2].partition(",")[0] for label in labels["after"]] == [
+        *("gate offset", "up offset", "all inputs offset"),
+    ]
+    assert ["all inputs" in label for label in labels["rehearsal"]] == [True, True], "offset and transposed"
 
 
 @pytest.mark.gpu

@@ -564,7 +564,7 @@ def test_nothing_expected_leaves_the_judge(judge: Judge, watched: Watched) -> No
     assert found.status is Status.PASSED and when and all(when), "the original ran before the outputs came back"
     assert b"keepdim=True" in RMS.reference.encode() and b"keepdim=True" not in watched.sent
     assert set(watched.requests[0]) == {
-        *("solution", "device", "cases", "interpret", "wrap_allocations", "timeout_s", "memory_bytes"),
+        *("solution", "device", "cases", "interpret", "wrap_allocations", "repeats", "timeout_s", "memory_bytes"),
     }
     assert not any(str(seed).encode() in watched.sent for seed in found.seeds)
 

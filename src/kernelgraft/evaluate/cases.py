@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -51,6 +51,10 @@ class JudgeOptions:
     distributions: tuple[Distribution, ...] = DISTRIBUTIONS
     layouts: tuple[str, ...] = ("strided", "offset", "transposed", "expanded")
     """Memory layouts that each input is tried in (C11)."""
+    laid_out: Literal["each", "together"] = "each"
+    """Each input alone in each layout and all of them, or only all of them."""
+    repeats: int = 3
+    """Calls of each case, each with other garbage in uninitialised memory (C9); at most 3."""
     gradients: bool = True
     """Compare gradients where the guard claims them."""
     static_gate: bool = True
@@ -235,12 +239,13 @@ def _layouts(maker: _Maker, traced: Sequence[dict[str, int]], options: JudgeOpti
             else None
             for name, x in zip(maker.definition.inputs, base, strict=True)
         ]
+        several = sum(v is not None for v in laid) > 1
         for index, (name, value) in enumerate(zip(maker.definition.inputs, laid, strict=True)):
-            if value is not None:
+            if value is not None and not (several and options.laid_out == "together"):
                 made = (*base[:index], value, *base[index + 1 :])
                 yield Case("C11", f"{words(axes)} ({name} {layout}, seed {seed})", made, seed=seed)
         together = tuple(b if v is None else v for b, v in zip(base, laid, strict=True))
-        if sum(v is not None for v in laid) > 1:
+        if several:
             yield Case("C11", f"{words(axes)} (all inputs {layout}, seed {seed})", together, seed=seed)
 
 

@@ -40,8 +40,12 @@ def on_cpu(solution: Solution, definition: Definition) -> Solution:
 
 
 def quick(options: JudgeOptions) -> JudgeOptions:
-    """What is tried: few sizes and values, every distribution, two memory layouts."""
+    """What is tried: few sizes and values, every distribution, two memory layouts of all inputs, each case once.
+
+    Equal calls, gradients and layouts of single inputs are compared on the GPU.
+    """
     few = replace(JudgeOptions.quick(), seeds=1, points=POINTS, held_out=0, gradients=False, timeout_s=TIMEOUT_SECONDS)
+    few = replace(few, laid_out="together", repeats=1)
     return replace(few, static_gate=options.static_gate, memory_bytes=options.memory_bytes, fork=options.fork)
 
 

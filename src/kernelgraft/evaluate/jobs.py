@@ -82,6 +82,7 @@ def write(folder: Path, solution: Solution, job: Job, options: JudgeOptions) -> 
         "cases": cases,
         "interpret": solution.spec.language == "cuda-tile" and device == "cpu",
         "wrap_allocations": not solution.meta.uses_compiler,
+        "repeats": options.repeats,
         "timeout_s": options.timeout_s,
         "memory_bytes": options.memory_bytes,
     }

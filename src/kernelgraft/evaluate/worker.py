@@ -1,8 +1,8 @@
 """Runs one Solution on the judge's inputs, in a process of its own.
 
 It gets sources and inputs, never a reference or an expected output, and writes outputs and facts about each call; what
-they mean is decided elsewhere. Every case is called three times with the same values in the same buffers, and memory
-that is handed out uninitialised is filled with another garbage each time.
+they mean is decided elsewhere. Every case is called three times (under the interpreter before a GPU run once) with the
+same values in the same buffers, and memory that is handed out uninitialised is filled with another garbage each time.
 
 A Solution that rewrites the worker's own memory on purpose can forge the facts; the static gate is against that.
 """
@@ -111,7 +111,7 @@ class _Session:
         first: list[torch.Tensor] = []
         held: list[torch.Tensor] = []
         found: dict[str, Any] = {"mutated": [], "aliased": [], "overwritten": False, "differs": []}
-        for repeat, byte in enumerate(POISONS):
+        for repeat, byte in enumerate(POISONS[: self.request["repeats"]]):
             # The same buffers and the same Python objects in every case of a shape: a cache keyed on either is stale.
             arguments = self.buffers.fill(case["inputs"], self.inputs)
             with torch.no_grad(), self.poison.filling(byte):
