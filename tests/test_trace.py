@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import tempfile
 from collections.abc import Callable
@@ -11,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import cuda.tile as ct
+import hand_made
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers import GenerationConfig
 
-from kernelgraft import models, patch, pipeline
+from kernelgraft import patch
 from kernelgraft.bench import trace as tracing
 from kernelgraft.bench.result import Trace
 from kernelgraft.bench.trace import coverage_line, measure, parse
@@ -24,6 +25,7 @@ from kernelgraft.bench.trace_events import MODULE, SITE, SOLUTION, STEP, mark, u
 from kernelgraft.bench.trace_kernels import cutile_function, label, language
 from kernelgraft.cutile.signatures import launch_signature
 from kernelgraft.errors import UsageError
+from kernelgraft.records import Graft
 
 Event = dict[str, Any]
 
@@ -112,6 +114,293 @@ def test_a_kernel_of_cutile_is_known_by_its_whole_symbol() -> None:
     assert coverage_line(trace) == ">>> cuTile Kernel Coverage (GPU Time):    49.21% <<<"
 
 
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NNT", "cublas"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(int)", "cublas"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_execute_segment_k", "cublas"),
+        ("void gemvNSP_kernel<__nv_bfloat16, int>(int)", "cublas"),
+        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int>(int)", "cublas"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>(int)", "cublas"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "cudnn"),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<64>>(int)", "flash"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<int>>(int)", "flash"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<int>::Params)", "torch"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)", "torch"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<int>(int)", "torch"),
+        ("void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, float, 9>(float*)", "torch"),
+        ("triton_poi_fused_mul_silu_0", "triton"),
+        ("triton_matmul", "other"),
+        ("my_cudnn_nvjet_flash_fwd_at::native", "other"),
+    ],
+)
+def test_libraries_by_the_scheme_of_their_names(name: str, made: str) -> None:
+    assert language(name) == made
+
+
+def test_a_kernel_that_this_process_compiled_is_triton_s() -> None:
+    assert language("_rms_norm_forward_kernel", {"_rms_norm_forward_kernel"}) == "triton"
+    assert language("_rms_norm_forward_kernel") == "other"
+
+
+def test_the_operator_decides_where_the_name_says_nothing() -> None:
+    assert language("kernel", operators=["aten::linear", "aten::addmm"]) == "cublas"
+    assert language("kernel", operators=["aten::_cudnn_attention_forward"]) == "cudnn"
+    assert language("kernel", operators=["aten::sort"]) == "torch"
+    assert language("kernel", operators=["my::linear"]) == "other"
+
+
+def test_labels() -> None:
+    assert label("void at::native::(anonymous namespace)::Copy<int, at::X<1>(2)>(int*)") == "at::native::Copy"
+    assert label("nvjet_tst_64x64") == "nvjet_tst_64x64"
+
+
+def test_a_kernel_belongs_to_the_innermost_module_and_the_outermost_operator_in_it() -> None:
+    trace = read(
+        note(mark(MODULE, "layers.*", "Layer"), 0, 100),
+        note(mark(MODULE, "layers.*.mlp", "MLP"), 10, 50),
+        op("aten::linear", 12, 20),
+        op("aten::addmm", 14, 10),
+        launch(1, 16),
+        kernel("nvjet_a", 200, 30, 1),
+        op("aten::add", 70, 10),
+        launch(2, 72),
+        kernel("void at::native::add<int>(int)", 230, 10, 2),
+        note(mark(MODULE, "layers.*.mlp", "MLP"), 110, 50),
+        op("aten::linear", 112, 20),
+        launch(3, 116),
+        launch(4, 118),
+        kernel("nvjet_b", 240, 40, 3),
+        kernel("nvjet_c", 280, 20, 4),
+    )
+    assert [(s.path, s.name, s.time_us, s.calls) for s in trace.modules] == [
+        ("layers.*.mlp", "MLP", 90, 2),
+        ("layers.*", "Layer", 10, 1),
+    ]
+    assert [(s.path, s.name, s.time_us, s.calls) for s in trace.uncovered] == [
+        ("layers.*.mlp", "aten::linear", 90, 2),
+        ("layers.*", "aten::add", 10, 1),
+    ]
+    assert [s.percent for s in trace.libraries] == [pytest.approx(90)]
+    assert trace.languages_percent == {"cublas": pytest.approx(90), "torch": pytest.approx(10)}
+    assert trace.kernels == 4
+    adds_up(trace, 100)
+
+
+def test_ranges_of_other_threads_do_not_count() -> None:
+    trace = read(
+        note(mark(MODULE, "a", "A"), 0, 100) | {"tid": 2},
+        note(mark(MODULE, "b", "B"), 0, 100),
+        launch(1, 50),
+        kernel("k", 60, 5, 1),
+    )
+    assert [s.path for s in trace.modules] == ["b"]
+
+
+def test_a_launch_noted_under_another_thread_number_is_found_by_its_operator() -> None:
+    ranges = (note(mark(MODULE, "a", "A"), 0, 100), op("aten::mm", 10, 20, External_id=77))
+    lost = launch(1, 15) | {"tid": 140_000}
+    for events in (
+        (*ranges, note("elsewhere", 0, 100) | {"tid": 3}, lost, kernel("k", 60, 5, 1, External_id=77)),
+        (*ranges, kernel("k", 60, 5, 1, External_id=77)),  # without a record of the launch
+        (*ranges, lost, kernel("k", 60, 5, 1)),  # without its operator: there is but one thread with operators
+    ):
+        trace = read(*events)
+        assert [(s.path, s.time_us) for s in trace.modules] == [("a", 5)]
+        assert trace.languages_percent == {"cublas": pytest.approx(100)}
+
+
+def test_a_kernel_without_correlation_counts_and_has_no_path() -> None:
+    trace = read(
+        note(mark(MODULE, "a", "A"), 0, 100),
+        launch(1, 50),
+        kernel("k", 60, 5, 1),
+        kernel("void at::native::add<int>(int)", 70, 15),
+        kernel("lost", 90, 10, 99),
+    )
+    assert [(s.path, s.name, s.time_us) for s in trace.modules] == [("", "outside every module", 25), ("a", "A", 5)]
+    assert [(s.path, s.name) for s in trace.uncovered] == [("", "at::native::add"), ("", "lost"), ("a", "k")]
+    adds_up(trace, 30)
+
+
+def test_a_driver_launch_inside_a_runtime_launch_counts_once() -> None:
+    trace = read(
+        op("aten::mm", 0, 10),
+        launch(1, 2),
+        launch(1, 2.5, "cuLaunchKernelEx"),
+        kernel("k", 20, 5, 1),
+    )
+    assert (trace.kernels, trace.kernel_us) == (1, 5)
+    assert trace.wall_ms == pytest.approx(0.023)
+
+
+def test_one_graph_launch_has_many_kernels() -> None:
+    symbol = cutile_symbol()
+    trace = read(
+        x("cpu_op", "Torch-Compiled Region: 0/0", 0, 50),
+        launch(1, 20, "cudaGraphLaunch"),
+        kernel("nvjet_a", 30, 10, 1),
+        kernel(symbol, 40, 20, 1),
+        kernel("triton_red_fused_add_1", 60, 5, 1),
+        x("gpu_memcpy", "Memcpy DtoD", 66, 5, tid=7, correlation=1),
+    )
+    assert trace.kernels == 3
+    assert trace.languages_percent == {
+        "cutile": pytest.approx(50),
+        "cublas": pytest.approx(25),
+        "triton": pytest.approx(12.5),
+        "memory": pytest.approx(12.5),
+    }
+    assert [(s.name, s.path) for s in trace.uncovered] == [("nvjet_a", ""), ("Memcpy DtoD", "")]
+    assert [s.path for s in trace.modules] == [""]
+    adds_up(trace, 40)
+
+
+def test_overlapping_streams_are_busy_once() -> None:
+    trace = read(
+        launch(1, 0),
+        kernel("a", 10, 50, 1),
+        launch(2, 5),
+        kernel("b", 30, 50, 2, stream=20),
+        launch(3, 90),
+        kernel("c", 100, 20, 3),
+    )
+    assert trace.busy_ms == pytest.approx(0.090)
+    assert trace.wall_ms == pytest.approx(0.120)
+    assert trace.kernel_us == pytest.approx(120)
+    assert trace.host_bound_percent == pytest.approx(25)
+    assert union_us([(0, 5), (1, 2), (5, 6), (8, 9)]) == 7
+
+
+def test_the_wall_of_an_unprofiled_run_is_taken_and_is_never_below_busy() -> None:
+    events = (launch(1, 0), kernel("a", 10, 50, 1))
+    assert read(*events, wall_ms=0.2).host_bound_percent == pytest.approx(75)
+    assert read(*events, wall_ms=0.01).host_bound_percent == 0.0
+
+
+def steps(*regimes: str) -> list[Event]:
+    """A step each 100 µs, with a kernel of 10 µs launched 20 µs in that runs 80 µs later: in the next step's time."""
+    events = []
+    for number, regime in enumerate(regimes):
+        at = 100.0 * number
+        events += [
+            note(mark(STEP, regime), at, 0.1),
+            launch(number, at + 20),
+            kernel(f"k{number}", at + 100, 10, number),
+        ]
+    return events
+
+
+def test_a_window_is_what_the_steps_of_a_regime_launched() -> None:
+    events = steps("prefill", "decode", "decode", "prefill", "decode")
+    before = [launch(90, -20), kernel("before", -10, 10, 90)]
+    decode = read(*before, *events, regime="decode", tokens=7)
+    assert (decode.tokens, decode.kernels, decode.kernels_per_token) == (3, 3, 1)
+    assert [s.name for s in decode.uncovered] == ["k1", "k2", "k4"]
+    assert decode.wall_ms == pytest.approx((190 + 90) / 1e3)  # two windows
+    prefill = read(*before, *events, regime="prefill", tokens=7)
+    assert (prefill.tokens, prefill.kernels, prefill.kernels_per_token) == (7, 2, 2)
+
+
+def test_a_kernel_whose_launch_is_lost_is_in_the_window_of_the_one_before_it() -> None:
+    events = [*steps("prefill", "decode"), kernel("lost", 215, 10)]
+    assert read(*events, regime="decode").kernels == 2
+    assert read(*events, regime="prefill").kernels == 1
+
+
+def test_replaced_sites_and_solutions() -> None:
+    events = (
+        note(mark(MODULE, "a", "A"), 0, 100),
+        note(mark(SITE, "a"), 10, 50),
+        note(mark(SITE, "a:inner"), 20, 10),
+        launch(1, 25),
+        kernel("void at::native::x<int>(int)", 200, 30, 1),
+        launch(2, 40),
+        kernel("void at::native::y<int>(int)", 230, 30, 2),
+        note(mark(SOLUTION, "torch_norm"), 65, 10),
+        launch(3, 70),
+        kernel("void at::native::z<int>(int)", 260, 20, 3),
+        launch(4, 80),
+        kernel("left", 280, 20, 4),
+    )
+    trace = read(*events, sites=True)
+    assert trace.replaced_percent == pytest.approx(60)
+    assert [(s.name, s.percent) for s in trace.uncovered] == [("left", pytest.approx(20))]
+    assert read(*events).replaced_percent is None
+
+
+def test_a_product_that_a_site_calls_as_a_module_is_not_replaced() -> None:
+    def linear(at: float, number: int) -> tuple[Event, ...]:
+        return (
+            note(mark(MODULE, "mlp.up", "Linear", "product"), at, 10),
+            launch(number, at + 5),
+            kernel(f"k{number}", 200 + at, 10, number),
+        )
+
+    trace = read(
+        note(mark(MODULE, "mlp", "MLP"), 0, 100),
+        note(mark(SITE, "mlp"), 1, 98),
+        *linear(10, 1),
+        *linear(30, 2),
+        note(mark(SITE, "mlp.up"), 32, 6),  # this one is replaced itself
+        note(mark(MODULE, "mlp.act", "SiLU"), 50, 10),
+        launch(3, 55),
+        kernel("k3", 300, 5, 3),
+        sites=True,
+    )
+    assert trace.replaced_percent == pytest.approx(100 * 15 / 25)
+    assert [s.name for s in trace.uncovered] == ["k1"]
+
+
+def test_only_the_ten_largest_are_listed() -> None:
+    trace = read(*(kernel(f"nvjet_{i}", 100 * i, 1 + i) for i in range(14)))
+    assert [s.name for s in trace.uncovered] == [f"nvjet_{i}" for i in range(13, 3, -1)]
+    assert len(trace.libraries) == 10
+    adds_up(trace, sum(range(1, 15)))
+
+
+def test_a_file_of_a_trace(tmp_path: Path) -> None:
+    text = json.dumps({"traceEvents": [launch(1, 0), kernel("a", 10, 50, 1)]}).encode()
+    (tmp_path / "t.json").write_bytes(text)
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(text))
+    for name in ("t.json", "t.json.gz"):
+        assert parse(tmp_path / name, regime="prefill", tokens=1).kernels == 1
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
+    text = json.dumps({"traceEvents": [launch(1, 0), kernel("a", 10, 50, 1)]}).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text)[:-20] if name.endswith("gz") else text[:-20])
+    with pytest.raises(UsageError, match="no whole trace"):
+        parse(tmp_path / name, regime="prefill", tokens=1)
+
+
+def test_a_trace_that_lost_records_still_adds_up() -> None:
+    whole = [
+        e
+        for i in range(20)
+        for e in (launch(i, 10.0 * i), kernel("void at::native::a<int>(int)", 300 + 10.0 * i, 5, i))
+    ]
+    ranges = [note(mark(MODULE, f"m{i}", "M"), 50.0 * i, 49) for i in range(4)]
+    for cut in range(5, 40, 7):
+        left = whole[cut:]
+        adds_up(read(*ranges, *left), 5.0 * sum(e["cat"] == "kernel" for e in left))
+
+
+@pytest.mark.parametrize("trace", [{}, {"traceEvents": None}])
+def test_what_is_no_trace_is_refused(trace: Any) -> None:
+    with pytest.raises(UsageError, match="no list `traceEvents`"):
+        parse(trace, regime="decode", tokens=1)
+
+
+def test_a_trace_without_kernels_is_refused() -> None:
+    with pytest.raises(UsageError, match="no kernel of the decode window"):
+        read(*steps("prefill"), regime="decode")
+    with pytest.raises(UsageError, match="no kernel"):
+        read(op("aten::mm", 0, 1), launch(1, 0.5))
+
+
 # --- a fake GPU: the CPU's operators are real, each launches a made-up kernel ---
 
 KERNELS = {
@@ -148,36 +437,199 @@ def fake_gpu(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Any:
-    return models.load("tiny")
+def loaded() -> Any:
+    return hand_made.load("llama")
 
 
-def generating(model: nn.Module, new_tokens: int, **options: Any) -> Callable[[], Any]:
+@pytest.fixture(scope="module")
+def graft(loaded: Any) -> Graft:
+    return hand_made.make_graft(loaded, only={"rms_norm", "gated_mlp"})
+
+
+def held(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """All that the modules hold, dictionaries as they are now."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            found[path, name] = dict(value) if isinstance(value, dict) else value
+    return found
+
+
+def unchanged(before: dict[tuple[str, str], Any], model: nn.Module) -> bool:
+    after = held(model)
+    same = [
+        a is b or a == b if isinstance(a, dict) else a is b for a, b in ((v, after.get(k)) for k, v in before.items())
+    ]
+    return before.keys() == after.keys() and all(same)
+
+
+def generating(model: Any, new_tokens: int) -> Callable[[], Any]:
     ids = torch.arange(3, 10)[None]
-    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, disable_compile=True, **options)
+    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, disable_compile=True)
 
     def run() -> Any:
         with torch.no_grad():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # type: ignore[operator]
+            return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
 
     return run
 
 
-def test_a_model_on_a_fake_gpu(tiny: Any) -> None:
-    model = tiny.model
-    before = {(path, name): value for path, m in model.named_modules() for name, value in vars(m).items()}
-    run = generating(model, 5)
+def inside(trace: Trace, *ends: str) -> float:
+    """Percent of the time in modules whose path ends so."""
+    return sum(s.percent for s in trace.modules if s.path.endswith(ends))
+
+
+def test_a_model_on_a_fake_gpu(loaded: Any) -> None:
+    model = loaded.model
+    before, run = held(model), generating(model, 5)
     expected = run()
     prefill = measure(model, run, regime="prefill", tokens=7, profiler=fake_gpu)
     decode = measure(model, run, regime="decode", tokens=99, profiler=fake_gpu)
-    assert decode.tokens == 4
-    assert prefill.tokens == 7
+    assert (prefill.tokens, decode.tokens) == (7, 4)
     assert decode.kernels == 4 * prefill.kernels
-    layers = model.config.num_hidden_layers
-    shares = {(s.path, s.name): s for s in decode.modules}
-    assert shares["model.layers.*.mlp.down_proj", "Linear"].calls == 4 * layers
-    adds_up(decode, 3.0 * decode.kernels)
+    calls = {(s.path, s.name): s.calls for s in decode.modules}
+    assert calls["model.layers.*.mlp.down_proj", "Linear"] == 4 * model.config.num_hidden_layers
+    assert calls["lm_head", "Linear"] == 4
+    top = {(s.path, s.name) for s in decode.libraries}
+    assert ("model.layers.*.self_attn", "aten::scaled_dot_product_attention") in top
+    assert ("model.layers.*.mlp.down_proj", "aten::linear") in top
+    assert decode.replaced_percent is None
+    for trace in (prefill, decode):
+        adds_up(trace, 3.0 * trace.kernels)
     assert torch.equal(run(), expected)
-    after = {(path, name): value for path, m in model.named_modules() for name, value in vars(m).items()}
-    assert before.keys() == after.keys()
-    assert all(before[key] is after[key] or before[key] == after[key] for key in before)
+    assert unchanged(before, model)
+
+
+def test_the_original_with_a_graft_at_hand(loaded: Any, graft: Graft) -> None:
+    model = loaded.model
+    before, run = held(model), generating(model, 3)
+    trace = measure(model, run, regime="decode", tokens=2, graft=graft, profiler=fake_gpu)
+    norms = inside(trace, "norm")
+    assert norms > 5
+    # Of the MLP, the activation and the product are the site; its products of matrices are left.
+    assert trace.replaced_percent == pytest.approx(norms + inside(trace, "mlp", "act_fn"))
+    assert not any(s.path.endswith("norm") for s in trace.uncovered)
+    assert any(s.path.endswith("down_proj") for s in trace.uncovered)
+    assert unchanged(before, model)
+
+
+def test_a_site_that_a_regime_leaves_to_the_original_is_not_replaced(graft: Graft) -> None:
+    seats = {"rms_norm": False, "gated_mlp": True}
+    patches = tuple(
+        p.model_copy(
+            update={
+                "seats": (*p.seats, p.seats[0].model_copy(update={"regime": "decode", "seated": seats[p.family]})),
+            }
+        )
+        for p in graft.patches
+    )
+    mixed = graft.model_copy(update={"patches": patches})
+    assert {p.family for p in tracing.serving(mixed, "decode").accepted} == {"gated_mlp"}
+    assert {p.family for p in tracing.serving(mixed, "prefill").accepted} == {"gated_mlp", "rms_norm"}
+    assert {p.family for p in tracing.serving(graft, "decode").accepted} == {"gated_mlp", "rms_norm"}
+
+
+def test_a_grafted_model_s_own_kernels_are_covered(loaded: Any, graft: Graft) -> None:
+    model = loaded.model
+    plain = held(model)
+    with patch.apply(graft, model) as applied:
+        run = generating(model, 3)
+        before, expected = held(model), run()
+        trace = measure(model, run, regime="decode", tokens=2, applied=applied, profiler=fake_gpu)
+        assert inside(trace, "norm") > 5
+        assert not any(s.path.endswith("norm") for s in trace.uncovered)
+        assert any(s.path.endswith("down_proj") for s in trace.uncovered)
+        assert trace.replaced_percent is None
+        adds_up(trace, 3.0 * trace.kernels)
+        assert torch.equal(run(), expected)
+        assert unchanged(before, model)
+    assert unchanged(plain, model)
+
+
+def test_the_wall_is_measured_without_the_profiler(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill lasts 4 s, each of two decode steps 1 s; a profiled run would last a hundred times as long."""
+    model, now = loaded.model, [0.0]
+    run = generating(model, 3)
+    monkeypatch.setattr(tracing.machine, "clock", lambda: now[0])
+
+    def slow(function: Callable[[], Any], factor: float) -> Any:
+        def passing(module: nn.Module, arguments: Any, given: Any) -> None:
+            now[0] += factor * (4 if given["input_ids"].shape[1] > 1 else 1)
+
+        with model.register_forward_pre_hook(passing, with_kwargs=True):
+            return function()
+
+    found = {}
+    for regime in ("prefill", "decode"):
+        trace = measure(
+            model, lambda: slow(run, 1), regime=regime, tokens=7, profiler=lambda _: fake_gpu(lambda: slow(run, 100))
+        )
+        found[regime] = trace.wall_ms
+    assert found == {"prefill": pytest.approx(4000), "decode": pytest.approx(2000)}
+
+
+class Toy(nn.Module):
+    """Steps as `generate` makes them; decode is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self._compiled_call: Any = None
+
+    def prepare_inputs_for_generation(self, inputs: torch.Tensor, **_: Any) -> dict[str, Any]:
+        return {"inputs_embeds": inputs}
+
+    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs_embeds = layer(inputs_embeds)
+        return inputs_embeds
+
+    def generate(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            out: torch.Tensor = self(**self.prepare_inputs_for_generation(inputs, is_first_iteration=True))
+            for _ in range(2):
+                out = self._compiled_call(**self.prepare_inputs_for_generation(out[:, -1:]))
+        return out
+
+
+@pytest.mark.parametrize("regime", ["prefill", "decode"])
+def test_a_compiled_model_is_not_compiled_anew(regime: Any) -> None:
+    compiled = CompileCounter()
+    model = Toy()
+    model._compiled_call = torch.compile(model.__call__, backend=compiled, fullgraph=True)
+    inputs = torch.randn(1, 5, 8)
+    expected = model.generate(inputs)
+    frames = compiled.frame_count
+    assert frames
+    trace = measure(model, lambda: model.generate(inputs), regime=regime, tokens=5, profiler=fake_gpu)
+    assert compiled.frame_count == frames
+    assert torch.equal(model.generate(inputs), expected)
+    assert compiled.frame_count == frames
+    paths = {s.path for s in trace.modules}
+    assert paths == ({"layers.*"} if regime == "prefill" else {""})
+    assert trace.kernels == 2 * (1 if regime == "prefill" else 2)
+
+
+def test_a_run_that_makes_no_steps_is_traced_whole() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    trace = measure(model, lambda: model(torch.ones(1, 8)), regime="prefill", tokens=1, profiler=fake_gpu)
+    assert [(s.path, s.name, s.calls) for s in trace.modules] == [("0", "Linear", 1)]
+
+
+def test_an_error_in_the_run_leaves_the_model_as_it_was(loaded: Any, graft: Graft) -> None:
+    model = loaded.model
+    before = held(model)
+
+    def fail() -> None:
+        with torch.no_grad():
+            model(torch.tensor([[1, 2]]), position_ids="wrong")
+
+    with pytest.raises((TypeError, AttributeError)):
+        measure(model, fail, regime="prefill", tokens=2, graft=graft, profiler=fake_gpu)
+    assert unchanged(before, model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_no_trace() -> None:
+    with pytest.raises(UsageError, match="needs a CUDA device"):
+        measure(nn.Linear(2, 2), lambda: None, regime="prefill", tokens=1)

@@ -1,4 +1,4 @@
-"""Where a contender's GPU time goes: one run without the profiler for its length, one with it for the kernels.
+"""Where a contender's GPU time goes: runs without the profiler for their length, one with it for the kernels.
 
 While it is profiled, every module, every replaced site and every kernel of a graft stands in a range of its own; the
 model is left as it was. Compiled modules are not hooked, so that nothing compiles anew: their kernels have no path.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,15 +22,18 @@ from torch.profiler import ProfilerActivity, record_function
 from kernelgraft import machine
 from kernelgraft.bench.coverage import Recorder, ranged
 from kernelgraft.bench.result import Trace
-from kernelgraft.bench.trace_events import MODULE, SITE, SOLUTION, STEP, Regime, coverage_line, mark, parse
+from kernelgraft.bench.trace_events import MODULE, SITE, SOLUTION, STEP, mark
 from kernelgraft.bench.trace_kernels import triton_names
+from kernelgraft.bench.trace_parsing import coverage_line, parse
 from kernelgraft.errors import UsageError
 from kernelgraft.patch.applying import Applied
-from kernelgraft.records import Graft
+from kernelgraft.records import Graft, Regime
 from kernelgraft.sites.discover import path_patterns
 
 __all__ = ["coverage_line", "measure", "parse", "profile"]
 
+WALL_RUNS = 3
+"""Runs without the profiler; the median length counts."""
 PREPARE = "prepare_inputs_for_generation"
 """The method that `generate` calls before each forward, outside what it compiles."""
 
@@ -49,15 +53,16 @@ def measure(
     `tokens`: of one sequence's prompt; for decode it is replaced by the number of steps. About eight decode steps are
     enough: a trace has some thousand events a step. `graft`: for the original's `replaced_percent`. `applied`: the
     graft that is on the model. `profiler` runs and returns a trace in Chrome's format; for tests. `run` is called
-    twice. Without calls of `generate` in it, all of it is the window. Raises UsageError if no kernel was recorded.
+    WALL_RUNS + 1 times. If it makes no step of `generate`, all of it is the window. Raises UsageError if no kernel was
+    recorded.
     """
     if profiler is None and not torch.cuda.is_available():
         raise UsageError("a trace of kernels needs a CUDA device; leave traces out on this machine")
-    wall_ms = _wall_ms(model, run, regime)
+    wall_ms = statistics.median(_wall_ms(model, run, regime) for _ in range(WALL_RUNS))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_marked(model, stop_modules_at_decode=regime == "prefill"))
         if graft is not None:
-            stack.enter_context(ranged(model, graft, _Spans()))
+            stack.enter_context(ranged(model, serving(graft, regime), _Spans()))
         if applied is not None:
             stack.enter_context(applied.wrapped(_in_range))
         trace = (profiler or profile)(run)
@@ -69,6 +74,16 @@ def measure(
         wall_ms=wall_ms,
         sites=graft is not None,
     )
+
+
+def serving(graft: Graft, regime: Regime) -> Graft:
+    """The graft without the patches that leave every measured call of a regime to the original."""
+    kept = []
+    for p in graft.accepted:
+        seats = [seat for seat in p.seats if seat.regime == regime]
+        if not seats or any(seat.seated for seat in seats):
+            kept.append(p)
+    return graft.model_copy(update={"patches": tuple(kept)})
 
 
 def profile(run: Callable[[], Any]) -> dict[str, Any]:
@@ -175,7 +190,8 @@ def _module_ranges(model: nn.Module) -> Iterator[None]:
     handles: list[Any] = []
     try:
         for path, module in model.named_modules():
-            handles += _hooks(module, mark(MODULE, patterns[path], type(module).__name__))
+            product = "product" if any(p.dim() > 1 for p in module.parameters(recurse=False)) else ""
+            handles += _hooks(module, mark(MODULE, patterns[path], type(module).__name__, product))
         yield
     finally:
         for handle in handles:

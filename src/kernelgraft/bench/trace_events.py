@@ -1,8 +1,8 @@
-"""Reads a profiler's trace: who launched each kernel, and where the GPU's time went. Pure: a trace in, a record out.
+"""Reads a profiler's trace: the kernels of a window, and who launched each.
 
 A kernel is tied to its launch by correlation id, and the launch to the ranges that stand around it on its thread:
-torch's operators and the marks that `kernelgraft.bench.trace` sets. What is missing in a trace leaves a kernel without
-operator or module; its time counts nevertheless, so that all parts add up.
+torch's operators and the marks that `kernelgraft.bench.trace` sets. A CUDA graph is one launch of many kernels. What is
+missing in a trace leaves a kernel without ranges.
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ import bisect
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from kernelgraft.bench.result import Share, Trace
-from kernelgraft.bench.trace_kernels import LANGUAGES, LIBRARIES, label, language
 from kernelgraft.errors import UsageError
-
-Regime = Literal["prefill", "decode"]
+from kernelgraft.records import Regime
 
 PREFIX = "kernelgraft|"
-"""Of the names of our marks: `kernelgraft|kind|text|more`."""
+"""Of the names of our marks: `kernelgraft|kind|text|more|product`."""
+OPERATOR = "operator"
+"""Kind of a range that is no mark."""
 MODULE, SITE, SOLUTION, STEP = "module", "site", "solution", "step"
 """Kinds of marks. `step` is a point: what is launched from there on belongs to a step of that regime."""
-LARGEST_LIST = 10
-OUTSIDE = "outside every module"
-"""Name of the share of what no module launched, as far as the trace says."""
-_GPU = {"kernel": None, "gpu_memcpy": "memory", "gpu_memset": "memory"}
+_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
@@ -43,9 +39,13 @@ class Range:
     """A stretch of a thread's time, µs: an operator, or a mark."""
 
     kind: str
-    """`operator`, or the kind of a mark."""
+    """OPERATOR, or the kind of a mark."""
     text: str
+    """Of a module: its path."""
     more: str
+    """Of a module: its class."""
+    product: bool
+    """Whether it is a module that holds a matrix."""
     start: float
     end: float
 
@@ -113,13 +113,13 @@ def _add(events: Events, event: Mapping[str, Any]) -> None:
             events.launches[correlation] = thread, start
     elif category in ("cpu_op", "user_annotation"):
         if name.startswith(PREFIX):
-            kind, text, more = [*name.removeprefix(PREFIX).split("|"), "", ""][:3]
+            kind, text, more, product = [*name.removeprefix(PREFIX).split("|"), "", "", ""][:4]
             if kind == STEP:
                 events.steps.append((start, text))
                 return
-            events.ranges[thread].append(Range(kind, text, more, start, end))
+            events.ranges[thread].append(Range(kind, text, more, bool(product), start, end))
         else:
-            events.ranges[thread].append(Range("operator", name, "", start, end))
+            events.ranges[thread].append(Range(OPERATOR, name, "", False, start, end))
         if operator is not None:
             events.operators.setdefault(operator, (thread, start))
 
@@ -198,127 +198,3 @@ def windows(events: Events, regime: Regime) -> list[list[Kernel]]:
         if run is not None:
             runs[run].append(kernel)
     return runs
-
-
-def _innermost(chain: Sequence[Range], kind: str) -> int:
-    """Index of the innermost range of a kind, or -1."""
-    return next((i for i in range(len(chain) - 1, -1, -1) if chain[i].kind == kind), -1)
-
-
-def _operator(chain: Sequence[Range]) -> Range | None:
-    """The outermost operator inside the innermost module."""
-    inside = chain[_innermost(chain, MODULE) + 1 :]
-    return next((r for r in inside if r.kind == "operator" and _is_operator(r.text)), None)
-
-
-def _is_operator(name: str) -> bool:
-    """`namespace::name`, without the notes that torch's compiler sets around them."""
-    head, colons, tail = name.partition("::")
-    return bool(colons) and bool(tail) and " " not in name and head.isidentifier()
-
-
-class _Shares:
-    """Adds up time by name and path."""
-
-    def __init__(self) -> None:
-        self.time: dict[tuple[str, str], float] = defaultdict(float)
-        self.calls: dict[tuple[str, str], set[object]] = defaultdict(set)
-
-    def add(self, name: str, path: str, kernel: Kernel, call: Range | None) -> None:
-        """A kernel; `call` is what it is a part of, itself if None."""
-        self.time[name, path] += kernel.end - kernel.start
-        self.calls[name, path].add(id(kernel if call is None else call))
-
-    def largest(self, total: float, most: int | None = None) -> tuple[Share, ...]:
-        """The shares, the largest first."""
-        ordered = sorted(self.time.items(), key=lambda item: (-item[1], item[0]))[:most]
-        return tuple(
-            Share(
-                name=name,
-                path=path,
-                time_us=time,
-                percent=100 * time / total if total else 0.0,
-                calls=len(self.calls[name, path]),
-            )
-            for (name, path), time in ordered
-        )
-
-
-def parse(
-    trace: Mapping[str, Any] | Path,
-    *,
-    regime: Regime,
-    tokens: int,
-    triton: Collection[str] = (),
-    wall_ms: float | None = None,
-    sites: bool = False,
-) -> Trace:
-    """Where the GPU's time went in a trace of torch's profiler (its Chrome format, or a file of it, .json or .json.gz).
-
-    If the trace has marks of steps, only what the steps of `regime` launched counts, and for decode their number is
-    used in place of `tokens`. `triton`: names of the Triton kernels of the process. `wall_ms`: length of the window
-    where it was measured without the profiler, which slows the host down; else it is taken from the trace. `sites`:
-    whether the trace has marks of replaced sites. Raises UsageError if no kernel was recorded in the window.
-    """
-    events = read(trace)
-    attribute(events)
-    runs = [run for run in windows(events, regime) if run]
-    kernels = [kernel for run in runs for kernel in run]
-    total = sum(k.end - k.start for k in kernels)
-    if not total:
-        raise UsageError(
-            f"the trace has no kernel of the {regime} window; profile with CUDA activity, on a machine that allows it"
-        )
-    if events.steps and regime == "decode":
-        tokens = sum(found == "decode" for _, found in events.steps)
-    busy_ms = sum(union_us((k.start, k.end) for k in run) for run in runs) / 1e3
-    if wall_ms is None:
-        wall_ms = sum(_length_us(run) for run in runs) / 1e3
-    spent = dict.fromkeys(LANGUAGES, 0.0)
-    modules, uncovered, libraries = _Shares(), _Shares(), _Shares()
-    replaced = 0.0
-    for kernel in kernels:
-        time, chain = kernel.end - kernel.start, kernel.chain
-        made = "memory" if kernel.memory else language(kernel.name, triton, tuple(_operators(chain)))
-        spent[made] += time
-        inside = _innermost(chain, MODULE)
-        module = chain[inside] if inside >= 0 else None
-        path, owner = (module.text, module.more) if module else ("", OUTSIDE)
-        modules.add(owner, path, kernel, module)
-        served = any(r.kind == SOLUTION for r in chain)
-        in_site = any(r.kind == SITE for r in chain)
-        replaced += time if in_site else 0.0
-        operator = _operator(chain)
-        name = label(kernel.name) if operator is None else operator.text
-        if not (served or in_site or made in ("cutile", "triton")):
-            uncovered.add(name, path, kernel, operator)
-        if made in LIBRARIES:
-            libraries.add(name, path, kernel, operator)
-    return Trace(
-        regime=regime,
-        tokens=tokens,
-        wall_ms=max(wall_ms, busy_ms),
-        busy_ms=busy_ms,
-        kernels=sum(not k.memory for k in kernels),
-        kernel_us=total,
-        languages_percent={k: 100 * v / total for k, v in sorted(spent.items(), key=lambda i: -i[1]) if v},
-        replaced_percent=100 * replaced / total if sites else None,
-        modules=modules.largest(total),
-        uncovered=uncovered.largest(total, LARGEST_LIST),
-        libraries=libraries.largest(total, LARGEST_LIST),
-    )
-
-
-def _operators(chain: Sequence[Range]) -> Iterator[str]:
-    return (r.text for r in chain if r.kind == "operator")
-
-
-def _length_us(run: Sequence[Kernel]) -> float:
-    """From the first launch to the end of the last kernel."""
-    first = min(min(k.start if k.launched is None else k.launched, k.start) for k in run)
-    return max(k.end for k in run) - first
-
-
-def coverage_line(trace: Trace) -> str:
-    """The share of the GPU's time that is in cuTile kernels."""
-    return f">>> cuTile Kernel Coverage (GPU Time): {trace.cutile_percent:8.2f}% <<<"

@@ -79,6 +79,7 @@ def language(name: str, triton: Collection[str] = (), operators: Sequence[str] =
     return "other"
 
 
+@functools.lru_cache(maxsize=4096)
 def label(name: str) -> str:
     """A kernel's name as a table shows it: without return type, template arguments, parameters and signature."""
     function = cutile_function(name)
