@@ -227,6 +227,7 @@ def trace(regime: Any, *, cutile: float = 0.0, replaced: float | None = None, sc
         replaced_percent=replaced,
         modules=tuple(sorted((s for s in shares if s.path), key=lambda s: -s.time_us)),
         uncovered=tuple(s for s in shares if s.name.startswith("aten::")),
+        libraries=tuple(s for s in shares if s.name == "aten::mm"),
     )
 
 

@@ -1,19 +1,23 @@
-"""From records to tables, Markdown and the result object: pure functions, and `write`, which puts them on disk."""
+"""From records to tables, Markdown, plots, a page and the result object; the `write` functions put them on disk."""
 
 from __future__ import annotations
 
 from kernelgraft.report.benches import bench_lines, bench_table, throughput_line
-from kernelgraft.report.files import write
+from kernelgraft.report.files import read, write, write_page, write_plots
 from kernelgraft.report.grafts import graft_line, graft_table, leading_seats, leading_solution
 from kernelgraft.report.kernels import compile_table, tuning_table
 from kernelgraft.report.markdown import markdown
+from kernelgraft.report.page import page
+from kernelgraft.report.plots import NO_PLOTS, can_plot
 from kernelgraft.report.results import result
 from kernelgraft.report.tables import doctor_table, inventory_table, plan_table, research_table
 from kernelgraft.report.wording import figure_text, short_name, site_name, variant_text
 
 __all__ = [
+    "NO_PLOTS",
     "bench_lines",
     "bench_table",
+    "can_plot",
     "compile_table",
     "doctor_table",
     "figure_text",
@@ -23,7 +27,9 @@ __all__ = [
     "leading_seats",
     "leading_solution",
     "markdown",
+    "page",
     "plan_table",
+    "read",
     "research_table",
     "result",
     "short_name",
@@ -32,4 +38,6 @@ __all__ = [
     "tuning_table",
     "variant_text",
     "write",
+    "write_page",
+    "write_plots",
 ]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kernelgraft.bench.result import BenchResult
 from kernelgraft.records import Graft, MachineCard, Plan
 from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
 from kernelgraft.report.grafts import GRAFT_HEADINGS, graft_line, graft_rows
-from kernelgraft.report.traces import GPU_HEADINGS, SHARE_HEADINGS, gpu_rows, share_rows, trace_lines, uncovered_traces
+from kernelgraft.report.proofs import CALL_HEADINGS, EVIDENCE_HEADINGS, call_rows, evidence_rows
+from kernelgraft.report.traces import GPU_HEADINGS, SHARE_HEADINGS, gpu_rows, share_rows, share_tables, trace_lines
 from kernelgraft.report.wording import UNKNOWN, markdown_table, model_title, number, one_line
+
+CANDIDATE_HEADINGS = ["family", "supplier", "solution", "match", "reason"]
+VERDICT_HEADINGS = ["solution", "status", "error ratio", "cases", "reason"]
 
 
 def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
@@ -22,21 +28,12 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
         *(f"Rejected: {p.family}: {p.reason}." for p in graft.patches if p.status == "rejected"),
     ]
     if plan is not None and plan.rows:
-        rows = (
-            [row.family, c.supplier, c.solution or UNKNOWN, c.match or UNKNOWN, c.reason or ""]
-            for row in plan.rows
-            for c in row.candidates
-        )
-        parts += ["## Candidates", markdown_table(["family", "supplier", "solution", "match", "reason"], rows)]
+        parts += ["## Candidates", markdown_table(CANDIDATE_HEADINGS, candidate_rows(plan))]
     if graft.evaluations:
-        rows = (
-            [e.solution, e.status.value, number(e.error_ratio, 2), str(e.cases), e.reason or ""]
-            for e in graft.evaluations
-        )
         parts += [
             "## Verdicts",
             "Error ratio: largest error against float64 over the original's own.",
-            markdown_table(["solution", "status", "error ratio", "cases", "reason"], rows),
+            markdown_table(VERDICT_HEADINGS, verdict_rows(graft)),
         ]
     if bench is not None:
         parts += [
@@ -44,7 +41,7 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
             markdown_table(one_line(BENCH_HEADINGS), bench_rows(bench)),
             "\n".join(f"- {line}" for line in bench_lines(bench)),
         ]
-        parts += _gpu_parts(bench)
+        parts += [*_gpu_parts(bench), *_ran_parts(bench)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -57,12 +54,33 @@ def _gpu_parts(bench: BenchResult) -> list[str]:
         markdown_table(one_line(GPU_HEADINGS), rows),
         "\n".join(f"- {line}" for line in trace_lines(bench)),
     ]
-    for contender, trace in uncovered_traces(bench):
-        parts += [
-            f"### Not covered: {contender.name}, {trace.regime}",
-            markdown_table(SHARE_HEADINGS, share_rows(trace.uncovered)),
-        ]
+    for title, shares in share_tables(bench):
+        parts += [f"### {title}", markdown_table(SHARE_HEADINGS, share_rows(shares))]
     return parts
+
+
+def _ran_parts(bench: BenchResult) -> list[str]:
+    parts = ["## What ran in each process", markdown_table(EVIDENCE_HEADINGS, evidence_rows(bench))]
+    for contender in bench.contenders:
+        if contender.calls:
+            parts += [
+                f"### Calls through the patches of {contender.name}",
+                markdown_table(CALL_HEADINGS, call_rows(contender)),
+            ]
+    return parts
+
+
+def candidate_rows(plan: Plan) -> Iterable[list[str]]:
+    """Cells: every candidate of each compute, or why a supplier has none."""
+    for row in plan.rows:
+        for c in row.candidates:
+            yield [row.family, c.supplier, c.solution or UNKNOWN, c.match or UNKNOWN, c.reason or ""]
+
+
+def verdict_rows(graft: Graft) -> Iterable[list[str]]:
+    """Cells: what the judge said of each Solution."""
+    for e in graft.evaluations:
+        yield [e.solution, e.status.value, number(e.error_ratio, 2), str(e.cases), e.reason or ""]
 
 
 def machine_text(machine: MachineCard) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MISSING = "no plots without matplotlib: pip install 'kernelgraft[plots]'"
+NO_PLOTS = "no plots without matplotlib: pip install 'kernelgraft[plots]'"
 COLOURS = {
     "eager": "#868e96",
     "static-compile": "#4c78c8",
@@ -58,7 +58,7 @@ REST = "all others"
 LONGEST_LABEL = 46
 
 
-def available() -> bool:
+def can_plot() -> bool:
     """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
@@ -68,8 +68,8 @@ def figures_of(graft: Graft | None, bench: BenchResult | None) -> dict[str, tupl
 
     Raises UsageError if matplotlib is not installed.
     """
-    if not available():
-        raise UsageError(MISSING)
+    if not can_plot():
+        raise UsageError(NO_PLOTS)
     import matplotlib
 
     drawn: dict[str, tuple[str, Figure]] = {}
@@ -88,23 +88,25 @@ def figures_of(graft: Graft | None, bench: BenchResult | None) -> dict[str, tupl
 
 def throughput(bench: BenchResult) -> tuple[str, Figure]:
     """Bars: tokens per second of each contender, with the standard deviation over rounds."""
-    ran = [(c.name, c.side.tokens_per_s) for c in bench.contenders if c.side is not None]
-    figure, axes = _sheet(0.5 * len(ran) + 1.0)
-    values = [value.mean for _, value in ran]
-    colours = [COLOURS.get(name, OTHER_COLOUR) for name, _ in ran]
-    axes.barh(range(len(ran)), values, height=0.62, color=colours)
-    spreads = [value.std or 0.0 for _, value in ran]
-    axes.errorbar(values, range(len(ran)), xerr=spreads, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
-    for row, (value, spread) in enumerate(zip(values, spreads, strict=True)):
-        ratio = f"  {value / values[0]:.2f}x" if row else ""
-        axes.annotate(
-            f"{figures(value)}{ratio}", (value + spread, row), (6, 0), textcoords="offset points", va="center"
-        )
-    _rows(axes, [name for name, _ in ran], max(values) * 1.18)
+    contenders = bench.contenders
+    rows = range(len(contenders))
+    means = [0.0 if c.side is None else c.side.tokens_per_s.mean for c in contenders]
+    spreads = [0.0 if c.side is None else c.side.tokens_per_s.std or 0.0 for c in contenders]
+    figure, axes = _sheet(0.5 * len(contenders) + 1.2)
+    axes.barh(rows, means, height=0.62, color=[COLOURS.get(c.name, OTHER_COLOUR) for c in contenders])
+    axes.errorbar(means, rows, xerr=spreads, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
+    for row, contender in enumerate(contenders):
+        said = f"failed: {contender.failure or 'unknown'}" if contender.side is None else figures(means[row])
+        if contender.side is not None and row:
+            said += f"  {means[row] / means[0]:.2f}x"
+        place = (means[row] + spreads[row], row)
+        axes.annotate(_short(said, 90), place, (6, 0), textcoords="offset points", va="center")
+    _rows(axes, [c.name for c in contenders], max(means) * 1.2)
     setting = bench.setting
     axes.set_xlabel(f"tokens/s, batch {setting.batch}, {setting.prompt_tokens} + {setting.new_tokens} tokens")
-    said = ", ".join(f"{name} {figures(value.mean)}" for name, value in ran)
-    return f"Tokens per second by contender: {said}.", figure
+    _title(axes, bench)
+    values = (f"{c.name} {figures(mean) if c.side else 'failed'}" for c, mean in zip(contenders, means, strict=True))
+    return f"Tokens per second by contender: {', '.join(values)}.", figure
 
 
 def modules(bench: BenchResult, regime: str) -> tuple[str, Figure] | None:
@@ -118,6 +120,7 @@ def modules(bench: BenchResult, regime: str) -> tuple[str, Figure] | None:
     unit = "a decode step" if regime == "decode" else "the prefill"
     label = f"GPU µs of {unit}, by module"
     figure = _pairs(rows, label)
+    _title(figure.axes[0], bench)
     total = [figures(1e-3 * step_ms(trace, trace.kernel_us)) for trace in (before, after)]
     said = ", ".join(f"{name} {figures(old)} to {figures(new)}" for name, old, new in rows)
     return f"{label}, original to graft: in all {total[0]} ms to {total[1]} ms; {said}.", figure
@@ -159,7 +162,9 @@ def computes(graft: Graft) -> tuple[str, Figure] | None:
         return None
     label = "µs of one call in the model, by compute"
     said = ", ".join(f"{name} {figures(old)} to {figures(new)}" for name, old, new in rows)
-    return f"{label}, original to graft: {said}.", _pairs(rows, label)
+    figure = _pairs(rows, label)
+    figure.axes[0].set_title(graft.model.name, fontsize=10, loc="left")
+    return f"{label}, original to graft: {said}.", figure
 
 
 def _pairs(rows: list[tuple[str, float, float]], label: str) -> Figure:
@@ -170,7 +175,7 @@ def _pairs(rows: list[tuple[str, float, float]], label: str) -> Figure:
         axes.barh(places, values, height=0.36, color=colour, label=name)
         for place, value in zip(places, values, strict=True):
             axes.annotate(figures(value), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    _rows(axes, [_short(row[0]) for row in rows], max(*befores, *afters) * 1.12)
+    _rows(axes, [_end(row[0]) for row in rows], max(*befores, *afters) * 1.12)
     axes.set_xlabel(label)
     axes.legend(loc="lower right")
     return figure
@@ -189,7 +194,13 @@ def roofline(bench: BenchResult) -> tuple[str, Figure] | None:
     intensities = [r.flops_per_step / r.bytes_per_step for _, r in found]
     left, right = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
     over = np.geomspace(left, right, 200)
-    axes.plot(over, np.minimum(over * first.bandwidth_gb_s / 1e3, first.tflops), color=FAINT, linewidth=2)
+    axes.plot(
+        over,
+        np.minimum(over * first.bandwidth_gb_s / 1e3, first.tflops),
+        color=FAINT,
+        linewidth=2,
+        label="measured roof",
+    )
     said = []
     for contender, r in found:
         reached = r.flops_per_step / (r.limit_ms / (r.percent / 100)) / 1e9
@@ -198,7 +209,9 @@ def roofline(bench: BenchResult) -> tuple[str, Figure] | None:
             [reached],
             linestyle="none",
             marker="o" if r.regime == "decode" else "s",
-            markersize=8,
+            markersize=9,
+            markerfacecolor="none",  # contenders lie on each other
+            markeredgewidth=2,
             color=COLOURS.get(contender.name, OTHER_COLOUR),
             label=f"{contender.name}, {r.regime}: {r.percent:.0f} %",
         )
@@ -210,7 +223,7 @@ def roofline(bench: BenchResult) -> tuple[str, Figure] | None:
     axes.set_ylabel("TFLOP/s")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     roof = f"measured {first.bandwidth_gb_s:.0f} GB/s and {first.tflops:.0f} TFLOP/s"
-    axes.set_title(f"roof: {roof}", fontsize=10, loc="left")
+    _title(axes, bench)
     return f"Roofline ({roof}); share of it that was reached: {', '.join(said)}.", figure
 
 
@@ -231,8 +244,20 @@ def _rows(axes: Axes, names: list[str], most: float) -> None:
     axes.set_axisbelow(True)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST_LABEL else "…" + name[1 - LONGEST_LABEL :]
+def _title(axes: Axes, bench: BenchResult) -> None:
+    where = bench.machine.gpu if bench.setting.device.startswith("cuda") else bench.machine.cpu
+    axes.set_title(
+        f"{bench.model.name}, {bench.setting.dtype} on {where or 'an unknown device'}", fontsize=10, loc="left"
+    )
+
+
+def _short(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _end(path: str) -> str:
+    """The end of a path says more than its beginning."""
+    return path if len(path) <= LONGEST_LABEL else "…" + path[1 - LONGEST_LABEL :]
 
 
 def write_pngs(drawn: dict[str, tuple[str, Figure]], folder: Path) -> dict[str, str]:

@@ -8,6 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kernelgraft.bench.result import BenchResult, Contender, Roofline, Share, Trace
+from kernelgraft.bench.trace import coverage_line
+from kernelgraft.bench.trace_kernels import LIBRARIES
 from kernelgraft.report.wording import REGIMES, UNKNOWN, figures, make_table, number
 
 LANGUAGES = {
@@ -20,8 +22,6 @@ LANGUAGES = {
     "memory": "copies",
     "other": "other",
 }
-LIBRARIES = ("cublas", "cudnn", "flash")
-"""Left to these because nothing at hand is faster than them."""
 GPU_HEADINGS = [
     "contender",
     "regime",
@@ -43,9 +43,8 @@ def gpu_tables(bench: BenchResult) -> list[RenderableType]:
         return []
     made: list[RenderableType] = [make_table("GPU time", GPU_HEADINGS, rows, numbers=range(2, 8))]
     made.append(Group(*map(Text, trace_lines(bench))))
-    for contender, trace in uncovered_traces(bench):
-        title = f"Not covered: {contender.name}, {trace.regime}"
-        made.append(make_table(title, SHARE_HEADINGS, share_rows(trace.uncovered), numbers={2, 3, 4}, folded={0, 1}))
+    for title, shares in share_tables(bench, libraries=False):
+        made.append(make_table(title, SHARE_HEADINGS, share_rows(shares), numbers={2, 3, 4}, folded={0, 1}))
     return made
 
 
@@ -102,11 +101,6 @@ def _lines_of(contender: Contender, trace: Trace) -> Iterable[str]:
         yield f"left to libraries: {libraries_text(trace)}"
 
 
-def coverage_line(trace: Trace) -> str:
-    """Share of the kernels' time that is in cuTile kernels, in the agreed words."""
-    return f">>> cuTile Kernel Coverage (GPU Time):    {trace.cutile_percent:.2f}% <<<"
-
-
 def libraries_text(trace: Trace) -> str:
     """`41.0 % (cuBLAS 39.0, cuDNN 2.0)`: time in libraries' kernels, which were kept because they are faster."""
     parts = {name: trace.languages_percent.get(name, 0.0) for name in LIBRARIES}
@@ -144,11 +138,15 @@ def memory_bound(r: Roofline) -> bool:
     return r.bytes_per_step / (r.bandwidth_gb_s * 1e9) >= r.flops_per_step / (r.tflops * 1e12)
 
 
-def uncovered_traces(bench: BenchResult) -> Iterable[tuple[Contender, Trace]]:
-    """The graft's traces, or without a graft the original's: where a kernel would still help."""
+def share_tables(bench: BenchResult, *, libraries: bool = True) -> Iterable[tuple[str, tuple[Share, ...]]]:
+    """Title and shares: what no kernel serves yet, and what is left to libraries; of the graft, or of the original."""
     graft = bench.contender("kernelgraft")
     chosen = bench.contenders[0] if graft is None or not graft.traces else graft
-    return ((chosen, trace) for trace in chosen.traces if trace.uncovered)
+    for trace in chosen.traces:
+        if trace.uncovered:
+            yield f"Not covered: {chosen.name}, {trace.regime}", trace.uncovered
+        if libraries and trace.libraries:
+            yield f"Left to libraries: {chosen.name}, {trace.regime}", trace.libraries
 
 
 def share_rows(shares: Iterable[Share]) -> Iterable[list[str]]:

@@ -1,0 +1,196 @@
+"""A job as one HTML page that needs nothing else: no network, no script, no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import jinja2
+from markupsafe import Markup
+
+from kernelgraft.bench.result import BenchResult
+from kernelgraft.records import Graft, Plan
+from kernelgraft.report import plots
+from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
+from kernelgraft.report.grafts import GRAFT_HEADINGS, graft_line, graft_rows
+from kernelgraft.report.markdown import CANDIDATE_HEADINGS, VERDICT_HEADINGS, candidate_rows, machine_text, verdict_rows
+from kernelgraft.report.proofs import CALL_HEADINGS, EVIDENCE_HEADINGS, call_rows, evidence_rows
+from kernelgraft.report.traces import (
+    GPU_HEADINGS,
+    SHARE_HEADINGS,
+    gpu_rows,
+    languages_text,
+    limit_text,
+    roofline_of,
+    share_rows,
+    share_tables,
+    trace_lines,
+    trace_of,
+)
+from kernelgraft.report.wording import figures, model_title, one_line
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure to begin with."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; `numbers` are the columns that are set flush right."""
+
+    caption: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Collection[int] = ()
+
+
+@dataclass
+class Section:
+    """A heading with what stands under it, in this order; `folded` is opened by the reader."""
+
+    title: str
+    figures: list[Markup] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    folded: bool = False
+
+    @property
+    def anchor(self) -> str:
+        """The name that a link goes to."""
+        return "".join(c if c.isalnum() else "-" for c in self.title.lower())
+
+
+def page(graft: Graft | None, plan: Plan | None, bench: BenchResult | None) -> str:
+    """The page; what is None has no section. At least a graft or a benchmark is needed (ValueError)."""
+    record = bench or graft
+    if record is None:
+        raise ValueError("a page needs a graft or a benchmark")
+    drawn = _drawn(graft, bench)
+    sections = [
+        *([] if bench is None else _bench_sections(bench, drawn)),
+        *([] if graft is None else _graft_sections(graft, plan, drawn)),
+    ]
+    return (
+        environment()
+        .get_template("page.html.jinja")
+        .render(
+            title=f"kernelgraft: {record.model.name}",
+            model=model_title(record.model),
+            machine=machine_text(record.machine),
+            tiles=[] if bench is None else tiles(bench),
+            sections=[s for s in sections if s.figures or s.tables or s.lines],
+            note=None if plots.can_plot() else plots.NO_PLOTS,
+        )
+    )
+
+
+def environment() -> jinja2.Environment:
+    """Everything that is not Markup is escaped; an unknown name is an error."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("kernelgraft.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+Drawn = dict[str, Markup]
+
+
+def _drawn(graft: Graft | None, bench: BenchResult | None) -> Drawn:
+    if not plots.can_plot():
+        return {}
+    return {
+        name: Markup(plots.svg(name, text, figure))  # our own, its texts escaped by matplotlib
+        for name, (text, figure) in plots.figures_of(graft, bench).items()
+    }
+
+
+def _section(title: str, drawn: Drawn, names: Iterable[str] = (), *, folded: bool = False) -> Section:
+    return Section(title, [drawn[name] for name in names if name in drawn], folded=folded)
+
+
+def tiles(bench: BenchResult) -> list[Tile]:
+    """The figures that a reader looks for first."""
+    chosen = bench.contender("kernelgraft")
+    if chosen is None or chosen.side is None:
+        chosen = bench.contenders[0]
+    side, comparison, outputs = chosen.side, chosen.comparison, chosen.outputs
+    assert side is not None
+    over = "" if comparison is None else f"{comparison.tokens_per_s_ratio:.3f}x of the original"
+    made = [Tile(f"Average throughput, {chosen.name}", f"{figures(side.tokens_per_s.mean)} tokens/s", over)]
+    first = "" if comparison is None else f"{comparison.ttft_ratio:.3f}x as fast as the original"
+    made.append(Tile("Time to first token", f"{figures(side.ttft_ms.mean)} ms", first))
+    if outputs is not None:
+        rmse = outputs.logits_rel_rmse
+        note = "logits not comparable" if rmse is None else f"logits differ by {rmse:.1e} relative RMSE"
+        made.append(Tile("Tokens", "equal" if outputs.tokens_equal else "not equal", note))
+    for regime in ("decode", "prefill"):
+        if (trace := trace_of(chosen, regime)) is not None and trace.cutile_percent:
+            before = trace_of(bench.contenders[0], regime)
+            replaced = None if before is None else before.replaced_percent
+            note = "" if replaced is None else f"{replaced:.2f} % of the original's GPU time replaced"
+            made.append(Tile(f"cuTile Kernel Coverage, {regime}", f"{trace.cutile_percent:.2f} %", note))
+        if (roofline := roofline_of(chosen, regime)) is not None:
+            made.append(
+                Tile(f"Roofline, {regime}", f"{roofline.percent:.1f} %", limit_text(roofline).partition(": ")[2])
+            )
+    if bench.coverage is not None:
+        note = "of the original's CPU time is in the replaced sites"
+        made.append(Tile("Coverage", f"{bench.coverage.cpu_time_percent:.1f} %", note))
+    return made
+
+
+def _bench_sections(bench: BenchResult, drawn: Drawn) -> list[Section]:
+    contenders = _section("Contenders", drawn, ["throughput"])
+    contenders.tables.append(Table("Contenders", one_line(BENCH_HEADINGS), list(bench_rows(bench)), range(1, 8)))
+    contenders.lines = bench_lines(bench)
+    made = [contenders, _gpu_section(bench, drawn), _section("Roofline", drawn, ["roofline"])]
+    ran = Section("What ran in each process", folded=True)
+    ran.tables.append(Table("Found patched", EVIDENCE_HEADINGS, list(evidence_rows(bench))))
+    for contender in bench.contenders:
+        if contender.calls:
+            rows = list(call_rows(contender))
+            ran.tables.append(Table(f"Calls through the patches of {contender.name}", CALL_HEADINGS, rows, {3}))
+    return [*made, ran]
+
+
+def _gpu_section(bench: BenchResult, drawn: Drawn) -> Section:
+    section = _section("GPU time", drawn, ["modules_decode", "modules_prefill"])
+    rows = list(gpu_rows(bench))
+    if rows:
+        section.tables.append(Table("GPU time by contender", one_line(GPU_HEADINGS), rows, range(2, 8)))
+    made_by = [[c.name, t.regime, languages_text(t)] for c in bench.contenders for t in c.traces]
+    if made_by:
+        section.tables.append(Table("GPU time by what made the kernel", ["contender", "regime", "shares"], made_by))
+    for caption, shares in share_tables(bench):
+        section.tables.append(Table(caption, SHARE_HEADINGS, list(share_rows(shares)), {2, 3, 4}))
+    section.lines = trace_lines(bench)
+    return section
+
+
+def _graft_sections(graft: Graft, plan: Plan | None, drawn: Drawn) -> list[Section]:
+    computes = _section("Computes", drawn, ["computes"])
+    rows = list(graft_rows(graft, lambda site: site.key))
+    computes.tables.append(Table("Computes of the model", GRAFT_HEADINGS, rows, {2, 3, 4}))
+    computes.lines = [
+        f"{graft_line(graft)}. Policy: {graft.policy}. Times are medians of one call.",
+        *(f"Rejected: {p.family}: {p.reason}" for p in graft.patches if p.status == "rejected"),
+    ]
+    made = [computes]
+    if plan is not None and plan.rows:
+        candidates = Section("Candidates", folded=True)
+        candidates.tables.append(Table("Candidates of each compute", CANDIDATE_HEADINGS, list(candidate_rows(plan))))
+        made.append(candidates)
+    if graft.evaluations:
+        verdicts = Section("Verdicts", folded=True)
+        caption = "Verdicts; the error ratio is the largest error against float64 over the original's own"
+        verdicts.tables.append(Table(caption, VERDICT_HEADINGS, list(verdict_rows(graft)), {2, 3}))
+        made.append(verdicts)
+    return made
