@@ -217,6 +217,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
             "--pairs",
             "--use-cutile",
         ],
+        "report": ["--html", "--json", "--plots"],
         "export": ["--dest", "--format", "--overwrite", "--package", "--repo"],
         "run": sorted([*common, *judging, "--force", "--new-tokens", "--pairs", "--policy", "--suppliers"]),
     }

@@ -231,6 +231,38 @@ def bench(
         Console().print(bench_table(result))
 
 
+@app.command("report")
+def show_report(
+    folder: Folder,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the page to this file (default: report.html in the folder).")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", help="Also write the plots as PNG files to this folder; needs matplotlib.")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Show a job's records, and write them as Markdown, as one HTML page and as plots."""
+    from kernelgraft import report
+
+    store = _existing(folder)
+    graft, plan, result = report.read(store)
+    files = {} if graft is None else report.write(store, graft, plan, result)
+    files["page"] = report.write_page(html or folder / "report.html", graft, plan, result)
+    if plots is not None:
+        files |= report.write_plots(plots, graft, result)
+    elif not report.can_plot():
+        people.print(report.NO_PLOTS, markup=False, highlight=False, soft_wrap=True)
+    answer = {"files": files} if graft is None else report.result(graft, result, files)
+    if not _wrote_json(answer, json_file):
+        if graft is not None:
+            Console().print(report.graft_table(graft))
+        if result is not None:
+            Console().print(report.bench_table(result))
+        for file in files.values():
+            people.print(file, markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command()
 def export(
     graft: Annotated[Path, typer.Argument(help="Folder of the graft.")],
