@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernelgraft import families, machine, models, pipeline, suppliers
-from kernelgraft.bench import bench, runner, stats, worker
+from kernelgraft.bench import bench, figures, process, race, runner, stats, worker
 from kernelgraft.bench.coverage import Range, Recorder, ranged, shares
 from kernelgraft.bench.proof import attention_functions, prove
 from kernelgraft.bench.result import BenchResult, Proof
@@ -96,7 +96,7 @@ def test_margin() -> None:
 def test_figures_of_a_run() -> None:
     # First token after 100 ms, then one every 10 ms; two sequences; two calls.
     answer = {"stamps_s": [0.1, 0.11, 0.12, 0.13], "peak_memory_bytes": 7}
-    run = runner.run_of([answer, answer | {"peak_memory_bytes": 9}], batch=2)
+    run = figures.run_of([answer, answer | {"peak_memory_bytes": 9}], batch=2)
     assert run.ttft_ms == pytest.approx(100)
     assert run.decode_ms == pytest.approx([10] * 6)
     assert run.tokens_per_s == pytest.approx(2 * 4 / 0.13)
@@ -105,9 +105,9 @@ def test_figures_of_a_run() -> None:
 
 
 def test_a_single_token_has_no_decode_speed() -> None:
-    run = runner.run_of([{"stamps_s": [0.1], "peak_memory_bytes": 1}], batch=1)
+    run = figures.run_of([{"stamps_s": [0.1], "peak_memory_bytes": 1}], batch=1)
     assert run.decode_tokens_per_s is None
-    side = runner.side([[{"stamps_s": [0.1], "peak_memory_bytes": 1}]], 1, 0.5, [{"stamps_s": [0.4]}])
+    side = figures.side([[{"stamps_s": [0.1], "peak_memory_bytes": 1}]], 1, 0.5, [{"stamps_s": [0.4]}])
     assert side.decode_tokens_per_s is None
     assert side.inter_token_ms_p50 is None
     assert side.tokens_per_s.std is None
@@ -115,16 +115,16 @@ def test_a_single_token_has_no_decode_speed() -> None:
 
 
 def test_a_pair_repeats_short_runs() -> None:
-    assert runner.repeats_for(10.0) == 1
-    assert runner.repeats_for(0.2) == 3
-    assert runner.repeats_for(1e-4) == runner.LARGEST_REPEATS
+    assert race.repeats_for(10.0) == 1
+    assert race.repeats_for(0.2) == 3
+    assert race.repeats_for(1e-4) == race.LARGEST_REPEATS
 
 
 def test_comparison_says_how_much_faster() -> None:
     slow = [[{"stamps_s": [0.2, 0.4 + 0.01 * i], "peak_memory_bytes": 1}] for i in range(5)]
     fast = [[{"stamps_s": [0.1, 0.2 + 0.005 * i], "peak_memory_bytes": 1}] for i in range(5)]
     warm = [{"stamps_s": [1.0]}]
-    found = runner.compare(runner.side(slow, 1, 0, warm), runner.side(fast, 1, 0, warm), seed=0)
+    found = figures.compare(figures.side(slow, 1, 0, warm), figures.side(fast, 1, 0, warm), seed=0)
     assert found.tokens_per_s_ratio == pytest.approx(2.0)
     assert found.tokens_per_s_interval is not None
     assert found.tokens_per_s_interval[0] > 1.9
@@ -139,7 +139,7 @@ def test_outputs_explain_a_divergence_by_its_margin() -> None:
     logits[0, 1, 2] = 4.99
     other = logits.copy()
     other[0, 1, 2] = 5.02
-    found = runner.compare_outputs(tokens, np.array([[3, 2, 2]]), logits, other)
+    found = figures.compare_outputs(tokens, np.array([[3, 2, 2]]), logits, other)
     assert not found.tokens_equal
     assert found.divergence is not None
     assert (found.divergence.sequence, found.divergence.position) == (0, 1)
@@ -152,7 +152,7 @@ def test_outputs_explain_a_divergence_by_its_margin() -> None:
 
 def test_a_divergence_beyond_the_kept_logits_has_no_margin() -> None:
     logits = np.ones((1, 1, 4), dtype=np.float32)
-    found = runner.compare_outputs(np.array([[3, 1]]), np.array([[3, 2]]), logits, logits)
+    found = figures.compare_outputs(np.array([[3, 1]]), np.array([[3, 2]]), logits, logits)
     assert found.divergence is not None
     assert found.divergence.baseline_margin is None
     assert found.logits_rel_rmse == 0.0
@@ -163,37 +163,61 @@ def test_a_divergence_beyond_the_kept_logits_has_no_margin() -> None:
 FAKE = """
 import json, os, sys, time
 log = open(os.environ["FAKE_LOG"], "a", buffering=1)
-mode = os.environ.get("FAKE_MODE", "")
+mode, _, who = os.environ.get("FAKE_MODE", "").partition("@")
 name = "?"
+runs = 0
+def shares(us):
+    return {"regime": order["regime"], "tokens": 8, "wall_ms": 2.0, "busy_ms": 1.0, "kernels": 16, "kernel_us": us,
+            "languages_percent": {"cutile": 100.0}}
 for line in sys.stdin:
     order = json.loads(line)
     if order["do"] == "start":
-        name = "kernelgraft" if order["graft"] else "eager"
+        name = order["contender"]
+    now = mode if who in ("", name) else ""
+    if now == "refused" and order["do"] == "start":
+        said = {"error": "UsageError", "message": "it has no patch for `t`"}
+    elif order["do"] == "start":
         said = {"model": json.loads(os.environ["FAKE_MODEL"]), "machine": json.loads(os.environ["FAKE_MACHINE"]),
-                "prompt_tokens": 3, "threads": 1, "load_s": 0.1}
+                "threads": 1, "load_s": 0.1, "weights": "other" if now == "heavy" else "same"}
+    elif order["do"] == "configure":
+        said = {"prompt_tokens": order["prompt_tokens"] or 3}
     elif order["do"] == "generate":
         log.write(name + "\\n")
-        if mode == "crash":
+        runs += 1
+        if now == "crash":
             sys.exit("the cable came off")
-        if mode == "hang":
+        if now == "hang":
             time.sleep(60)
-        if mode == "wrong":
+        if now == "wrong":
             said = {"error": "MismatchError", "message": "the graft is for another model"}
-        elif mode == "broken":
+        elif now == "broken" or (now == "late" and runs == 3):
             said = {"error": "ValueError", "message": "it broke"}
         else:
-            last = 0.6 if name == "kernelgraft" else 1.2
-            said = {"stamps_s": [0.1, last], "tokens": [[5, 6]], "peak_memory_bytes": 1000}
+            last = 1.2 if name == "eager" else 0.6
+            said = {"stamps_s": [0.1, last], "tokens": [[5, 6], [7, 9 if now == "differs" else 8]],
+                    "peak_memory_bytes": 1000}
     elif order["do"] == "proof":
-        said = {"patch_imported": mode == "dirty"}
+        said = {"proof": {"patch_imported": now == "dirty"}, "evidence": [] if name == "eager" else ["norm: other"]}
     elif order["do"] == "counters":
-        row = {"family": "f", "sites": ["s"], "calls": {"x": 0 if mode == "idle" else 4}, "original_by_choice": 0,
-               "fallbacks": {"dtype": 3} if mode == "idle" else {}, "contained": 0}
-        said = {"calls": [row], "unreached": ["f (s)"] if mode == "idle" else []}
+        row = {"family": "f", "sites": ["s"], "calls": {"x": 0 if now == "idle" else 4}, "original_by_choice": 0,
+               "fallbacks": {"dtype": 3} if now == "idle" else {}, "contained": 0}
+        said = {"calls": [row], "unreached": ["f (s)"] if now == "idle" else []}
+    elif order["do"] == "float32":
+        said = {"made": now == "float32"}
+        name = "precise"
     elif order["do"] == "logits":
         import numpy, safetensors.numpy
-        safetensors.numpy.save_file({"logits": numpy.ones((1, 2, 4), dtype="float32")}, order["file"])
-        said = {}
+        logits = numpy.ones((1, 2, 4), dtype="float32") * (1.1 if name == "precise" else 1)
+        safetensors.numpy.save_file({"logits": logits}, order["file"])
+        said = {"rows": order["rows"][:1]}
+    elif order["do"] == "work":
+        if now == "uncounted":
+            said = {"error": "KernelgraftError", "message": "it cannot be counted"}
+        else:
+            said = {"work": {"regime": order["regime"], "tokens": 2, "bytes_per_step": 4e9, "flops_per_step": 1e9},
+                    "limits": {"bandwidth_gb_s": 4000.0, "tflops": 100.0}}
+    elif order["do"] == "trace":
+        said = {"trace": shares(3.0)} if now != "blind" else {"error": "UsageError", "message": "no kernels"}
     else:
         said = {"coverage": {"device": "cpu", "cpu_time_percent": 40.0, "sites_percent": {"s": 40.0}, "new_tokens": 2}}
     print(json.dumps(said), flush=True)
@@ -223,12 +247,14 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     }
     monkeypatch.setenv("FAKE_MODEL", json.dumps(model))
     monkeypatch.setenv("FAKE_MACHINE", machine.read().model_dump_json())
-    real = runner.Worker
+    real = process.Worker
     patience = {"hang": 2.0}
     monkeypatch.setattr(
-        runner,
+        race,
         "Worker",
-        lambda name: real(name, module="fake_worker", timeout_s=patience.get(os.environ["FAKE_MODE"], 60.0)),
+        lambda name, timeout_s: real(
+            name, module="fake_worker", timeout_s=patience.get(os.environ["FAKE_MODE"].partition("@")[0], 60.0)
+        ),
     )
     monkeypatch.setenv("FAKE_MODE", "")
     monkeypatch.setattr(runner, "_read", lambda folder: _Accepting())
@@ -236,7 +262,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     class Fake:
         def run(self, mode: str = "", **options: Any) -> BenchResult:
             monkeypatch.setenv("FAKE_MODE", mode)
-            return bench("m", tmp_path, new_tokens=2, **options)
+            return bench("m", tmp_path, new_tokens=2, batch=2, **options)
 
         def log(self) -> list[str]:
             return log.read_text().split()
@@ -249,6 +275,7 @@ def test_pairs_are_interleaved_and_swapped(fake: Any) -> None:
     result = fake.run(pairs=3, warmup_runs=1, progress=lambda stage, done, total, text: seen.append((done, total)))
     a, b = "eager", "kernelgraft"
     assert fake.log() == [a, b, a, b, b, a, a, b]
+    assert [c.name for c in result.contenders] == [a, b]
     assert len(result.baseline.runs) == 3
     assert result.grafted is not None
     assert len(result.grafted.runs) == 3
@@ -264,7 +291,7 @@ def test_pairs_are_interleaved_and_swapped(fake: Any) -> None:
 
 
 def test_short_runs_are_repeated_in_turns(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "TURN_S", 2.0)  # a baseline run takes 1.2 s
+    monkeypatch.setattr(race, "TURN_S", 2.0)  # a baseline run takes 1.2 s
     result = fake.run(pairs=2, warmup_runs=1)
     a, b = "eager", "kernelgraft"
     assert fake.log() == [a, b, a, b, b, a, b, a, a, b]
@@ -299,6 +326,84 @@ def test_a_failing_process_is_told_in_one_line(fake: Any, mode: str, error: type
     assert "\n" not in str(caught.value)
 
 
+def test_every_contender_runs_in_its_turn(fake: Any) -> None:
+    result = fake.run(compare=["liger", "kernelgraft", "static-compile"], pairs=2, warmup_runs=1)
+    names = ["eager", "static-compile", "liger", "kernelgraft"]
+    assert fake.log() == [*names, *names, *reversed(names)]
+    assert [c.name for c in result.contenders] == names
+    assert all(c.comparison and c.outputs and c.outputs.tokens_equal for c in result.contenders[1:])
+    assert result.contenders[2].evidence == ("norm: other",)
+    assert [bool(c.calls) for c in result.contenders] == [False, False, False, True]
+    assert result.grafted == result.contenders[3].side
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("refused@liger", "it has no patch for `t`"),
+        ("broken@liger", "the liger process failed in `generate`: ValueError: it broke"),
+        ("late@liger", "the liger process failed in `generate`: ValueError: it broke"),
+        ("crash@liger", "the liger process ended with code 1 during `generate`: the cable came off"),
+        ("hang@liger", "the liger process did not answer `generate` within 2 s"),
+        ("heavy@liger", "the liger process has other weights than the original's"),
+    ],
+)
+def test_a_peer_that_fails_is_told_and_the_rest_goes_on(fake: Any, mode: str, words: str) -> None:
+    result = fake.run(mode, compare=["liger", "kernelgraft"], pairs=2, warmup_runs=1)
+    peer = result.contender("liger")
+    assert peer is not None
+    assert peer.side is None
+    assert words in str(peer.failure)
+    assert result.comparison is not None
+    assert len(result.grafted.runs) == len(result.baseline.runs) == 2
+
+
+def test_what_differs_is_found_in_its_own_row(fake: Any) -> None:
+    result = fake.run("differs@kernelgraft", pairs=1, warmup_runs=1)
+    assert result.outputs is not None
+    assert result.outputs.divergence is not None
+    assert (result.outputs.divergence.sequence, result.outputs.divergence.position) == (1, 1)
+    assert result.outputs.divergence.baseline_margin == 0.0, "the logits handed over are those of sequence 1"
+
+
+def test_on_a_gpu_there_are_traces_and_rooflines(fake: Any) -> None:
+    result = fake.run("float32@eager", compare=["liger", "kernelgraft"], pairs=1, warmup_runs=1, device="cuda")
+    assert result.coverage is None
+    for contender in result.contenders:
+        assert [t.regime for t in contender.traces] == ["decode", "prefill"]
+        assert [r.regime for r in contender.rooflines] == ["decode", "prefill"]
+        assert contender.float32_rel_rmse == pytest.approx(0.1 / 1.1, rel=1e-4)
+    ours = result.contenders[2]
+    # Two tokens in 0.5 s; the limit of a step is 1 ms.
+    assert ours.rooflines[0].percent == pytest.approx(100 * 0.001 / 0.5)
+    assert ours.rooflines[1].percent == pytest.approx(100 * 0.001 / 0.1)
+
+
+def test_what_cannot_be_traced_or_counted_does_not_end_the_benchmark(fake: Any) -> None:
+    result = fake.run("uncounted@eager", pairs=1, warmup_runs=1, device="cuda")
+    assert result.contenders[0].rooflines == ()
+    assert len(result.contenders[0].traces) == 2
+    assert result.contenders[0].float32_rel_rmse is None
+    result = fake.run("blind@kernelgraft", pairs=1, warmup_runs=1, device="cuda")
+    assert "no trace of decode: no kernels" in result.contenders[1].evidence
+    assert fake.run(pairs=1, warmup_runs=1, device="cuda", trace=False).contenders[1].traces == ()
+
+
+def test_a_race_goes_on_with_those_that_failed_in_another_leg(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_MODE", "late@liger")
+    order = {"spec": "m", "device": "cpu"}
+    leg = race.Leg(batch=1, prompt_tokens=None, new_tokens=2, cache="dynamic")
+    with race.Race(["eager", "liger"], order, keep_failed=True) as own:
+        own.start()
+        lap = own.measure(leg, pairs=3, warmup_runs=1)
+        assert list(lap.runs) == ["eager"]
+        assert own.active == ["eager"]
+        own.readmit()
+        again = own.measure(leg, pairs=3, warmup_runs=1, deadline=machine.clock())
+        assert list(again.runs) == ["eager", "liger"]
+        assert len(again.runs["eager"]) == 1, "no round begins after the deadline"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -306,6 +411,9 @@ def test_a_failing_process_is_told_in_one_line(fake: Any, mode: str, error: type
         ({"new_tokens": 0}, "`new_tokens`"),
         ({"batch": 0}, "`batch`"),
         ({"cache": "x"}, "`x`"),
+        ({"prompt_tokens": 0}, "`prompt_tokens`"),
+        ({"compare": ["vllm"]}, "`vllm` is no contender"),
+        ({"compare": ["kernelgraft"]}, "needs a graft"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], words: str) -> None:
@@ -322,20 +430,7 @@ def test_a_folder_without_a_graft(tmp_path: Path) -> None:
 
 
 def test_the_worker_answers_errors_and_goes_on() -> None:
-    start = {
-        "do": "start",
-        "spec": "no such model",
-        "graft": None,
-        "dtype": None,
-        "device": "cpu",
-        "seed": 0,
-        "threads": None,
-        "trust_remote_code": False,
-        "prompt": "x",
-        "batch": 1,
-        "cache": "dynamic",
-        "new_tokens": 2,
-    }
+    start = {"do": "start", **ORDER, "spec": "no such model"}
     answers = io.StringIO()
     worker.serve(io.StringIO(json.dumps(start) + "\n" + json.dumps({"do": "generate"}) + "\n"), answers)
     first, second = (json.loads(line) for line in answers.getvalue().splitlines())
@@ -344,22 +439,30 @@ def test_the_worker_answers_errors_and_goes_on() -> None:
     assert second["error"] == "AssertionError"
 
 
-def session(cache: str = "dynamic", batch: int = 2, new_tokens: int = 4) -> worker.Session:
-    return worker.Session(
-        {
-            "spec": "config:llama",
-            "graft": None,
-            "dtype": None,
-            "device": "cpu",
-            "seed": 0,
-            "threads": 1,
-            "trust_remote_code": False,
-            "prompt": "The capital",
-            "batch": batch,
-            "cache": cache,
-            "new_tokens": new_tokens,
-        }
-    )
+ORDER = {
+    "contender": "eager",
+    "spec": "config:llama",
+    "graft": None,
+    "dtype": None,
+    "device": "cpu",
+    "seed": 0,
+    "threads": 1,
+    "trust_remote_code": False,
+    "prompt": "The capital",
+}
+
+
+def session(
+    cache: str = "dynamic",
+    batch: int = 2,
+    new_tokens: int = 4,
+    prompt_tokens: int | None = None,
+    **order: Any,
+) -> worker.Session:
+    made = worker.Session(ORDER | order)
+    setting = {"batch": batch, "cache": cache, "new_tokens": new_tokens, "prompt_tokens": prompt_tokens}
+    assert made.configure(setting)["prompt_tokens"] == made.ids.shape[1]
+    return made
 
 
 def test_a_run_stamps_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,12 +493,51 @@ def test_forced_logits_are_those_of_the_given_tokens(tmp_path: Path) -> None:
     own = session()
     tokens = torch.tensor(own.generate()["tokens"])
     tokens[:, 1] = (tokens[:, 1] + 1) % 50
-    said = own.logits({"tokens": tokens.tolist(), "file": str(tmp_path / "logits")})
-    logits = torch.from_numpy(runner.load_file(tmp_path / "logits")["logits"])
+    said = own.logits({"tokens": tokens.tolist(), "rows": [1, 0], "steps": None, "file": str(tmp_path / "logits")})
+    logits = torch.from_numpy(race.load_file(tmp_path / "logits")["logits"])
     assert list(logits.shape) == said["shape"]
     with torch.no_grad():
         whole = own.model(torch.cat([own.ids, tokens], dim=1)).logits[:, own.ids.shape[1] - 1 : -1]
-    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, whole[[1, 0]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_prompt_ends_with_the_prompt() -> None:
+    own = session(prompt_tokens=40)
+    assert own.ids.shape == (2, 40)
+    ending = models.prompt_ids(own.loaded, ORDER["prompt"])
+    assert torch.equal(own.ids[:, -ending.shape[1] :], ending.repeat(2, 1))
+    assert not torch.equal(own.ids[0], own.ids[1]), "rows differ"
+    assert torch.equal(session(prompt_tokens=40).ids, own.ids)
+    assert not torch.equal(session(prompt_tokens=40, seed=1).ids, own.ids)
+    assert torch.equal(session(prompt_tokens=3).ids[0], ending[0, -3:])
+
+
+def test_one_process_runs_several_settings() -> None:
+    own = session(batch=1, new_tokens=3)
+    first = own.generate()
+    own.configure({"batch": 2, "cache": "static", "new_tokens": 5, "prompt_tokens": 30})
+    assert np.asarray(own.generate()["tokens"]).shape == (2, 5)
+    own.configure({"batch": 1, "cache": "dynamic", "new_tokens": 3, "prompt_tokens": None})
+    assert own.generate()["tokens"] == first["tokens"]
+
+
+def test_float32_is_made_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert session().float32() == {"made": False}, "it is float32 as it is"
+    own = session(dtype="bfloat16")
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 1000)
+    assert own.float32() == {"made": False}
+    monkeypatch.undo()
+    assert own.float32() == {"made": True}
+    assert {p.dtype for p in own.model.parameters()} == {torch.float32}
+    own.generate()
+
+
+def test_transformers_own_compiler_says_the_same() -> None:
+    compiled = session(contender="static-compile", new_tokens=5)
+    assert compiled.cache == "static"
+    tokens = compiled.generate()["tokens"]
+    assert hasattr(compiled.model, "_compiled_call"), "generate did not compile"
+    assert tokens == session(new_tokens=5).generate()["tokens"]
 
 
 def test_peak_memory_is_the_process_own() -> None:

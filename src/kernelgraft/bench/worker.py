@@ -1,58 +1,74 @@
-"""The process that runs one model: `python -m kernelgraft.bench.worker`, one JSON line in, one JSON line out.
+"""The process that runs one contender: `python -m kernelgraft.bench.worker`, one JSON line in, one JSON line out.
 
-It does nothing between two commands, so that the other process has the machine. Commands are objects with `do`:
-`start`, `generate`, `logits`, `counters`, `proof`, `coverage`; an answer with `error` holds the class's name and a
-message of one line. Everything that libraries print goes to stderr. The baseline's process does not import
-`kernelgraft.patch` before its last measured run.
+It does nothing between two commands, so that the other processes have the machine. Commands are objects with `do`:
+`start`, then `configure`, then `generate`, `logits`, `counters`, `proof`, `coverage`, `work`, `limits`, `trace`,
+`float32`; an answer with `error` holds the class's name and a message of one line. Everything that libraries print goes
+to stderr. The original's process does not import `kernelgraft.patch` before its last measured run.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import CompileConfig
 
 from kernelgraft import machine
+from kernelgraft.bench.contenders import Ready, prepare, read_graft
 from kernelgraft.bench.proof import attention_functions, prove
 from kernelgraft.bench.result import PatchCalls
 from kernelgraft.errors import KernelgraftError, UsageError
 from kernelgraft.identity import model_card
-from kernelgraft.models import Loaded, load, pad_id, prompt_ids
-from kernelgraft.models.prompts import vocabulary_size
-from kernelgraft.records import Graft
-from kernelgraft.store import Inventory
+from kernelgraft.models import pad_id
+from kernelgraft.models.prompts import long_prompt, prompt_ids, vocabulary_size
 
 LARGEST_RUN = 1 << 28
 """Logits kept in memory while tokens are forced: batch x steps x vocabulary."""
-LARGEST_FILE = 1 << 26
+LARGEST_FILE = 1 << 24
 """Logits handed over: sequences x steps x vocabulary."""
+TRACED_STEPS = 8
+"""Decode steps in a trace."""
 
 
 class Stamps(StoppingCriteria):
-    """Never stops; notes the time after each new token. `generate` calls it once a token, after the token is chosen.
+    """Never stops; notes when each new token was there. `generate` calls it once a token, after the token is chosen.
 
-    On a GPU it waits for the device first; `generate` does so itself right after, to see whether it is done.
+    On a GPU it leaves an event in the stream, so that the host is not held up by being watched.
     """
 
     def __init__(self, batch: int, device: torch.device) -> None:
-        self.times: list[float] = []
         self._cuda = device.type == "cuda"
         self._no = torch.zeros(batch, dtype=torch.bool, device=device)
+        self._marks: list[Any] = [self._mark()]
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return machine.clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._no.device))
+        return event
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> Any:
         """One more token."""
-        if self._cuda:
-            torch.cuda.synchronize(self._no.device)
-        self.times.append(machine.clock())
+        self._marks.append(self._mark())
         return self._no
+
+    def seconds(self) -> list[float]:
+        """From the making of this object to each token, s."""
+        first, *rest = self._marks
+        if not self._cuda:
+            return [mark - first for mark in rest]
+        torch.cuda.synchronize(self._no.device)
+        return [first.elapsed_time(mark) / 1e3 for mark in rest]
 
 
 class Forced(LogitsProcessor):
@@ -69,66 +85,71 @@ class Forced(LogitsProcessor):
 
 
 class Session:
-    """One model with one setting, and the graft on it if there is one."""
+    """One contender's model, and the setting that it runs with just now."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         if order["threads"]:
             torch.set_num_threads(order["threads"])
         self._registered = attention_functions()
         began = machine.clock()
-        dtype = getattr(torch, order["dtype"]) if order["dtype"] else None
-        self.loaded: Loaded = load(
-            order["spec"],
-            dtype=dtype,
-            device=order["device"],
-            seed=order["seed"],
-            trust_remote_code=order["trust_remote_code"],
-        )
+        self.ready: Ready = prepare(order["contender"], order)
+        self.loaded = self.ready.loaded
         self.model: Any = self.loaded.model
         self.card = model_card(self.model, order["spec"])
-        self.applied: Any = None
-        if order["graft"]:
-            from kernelgraft.patch import apply
-
-            self.applied = apply(read_graft(order["graft"]), self.model)
         self.load_s = machine.clock() - began
-        self.cache: str = order["cache"]
-        self.new_tokens: int = order["new_tokens"]
-        self.ids = prompt_ids(self.loaded, order["prompt"]).repeat(order["batch"], 1)
+        self._prompt: str = order["prompt"]
+        self._seed: int = order["seed"]
         self._pad = pad_id(self.loaded)
+        self._compile = CompileConfig()
+        self._compile._compile_all_devices = True  # on a CPU it would not compile
         # Stored settings (sampling, suppressed tokens, an end-of-text token) would make runs differ in length.
         self.model.generation_config = GenerationConfig()
-
-    def _config(self, new_tokens: int, keep_logits: bool) -> GenerationConfig:
-        return GenerationConfig(
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            use_cache=True,
-            cache_implementation="static" if self.cache == "static" else None,
-            disable_compile=True,
-            pad_token_id=self._pad,
-            output_logits=keep_logits,
-            return_dict_in_generate=keep_logits,
-        )
-
-    def _generate(self, new_tokens: int, *, keep_logits: bool = False, **options: Any) -> Any:
-        with torch.no_grad():
-            return self.model.generate(
-                self.ids,
-                attention_mask=torch.ones_like(self.ids),
-                generation_config=self._config(new_tokens, keep_logits),
-                **options,
-            )
 
     def start(self) -> dict[str, Any]:
         """What was loaded."""
         return {
             "model": self.card.model_dump(mode="json"),
             "machine": machine.read().model_dump(mode="json"),
-            "prompt_tokens": self.ids.shape[1],
             "threads": torch.get_num_threads(),
             "load_s": self.load_s,
+            "weights": _fingerprint(self.model),
         }
+
+    def configure(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Another setting: `batch`, `prompt_tokens` (None: the prompt alone), `new_tokens`, `cache`."""
+        self.cache = "static" if self.ready.compiled else order["cache"]
+        self.new_tokens = order["new_tokens"]
+        batch, length = order["batch"], order["prompt_tokens"]
+        if length is None:
+            self.ids = prompt_ids(self.loaded, self._prompt).repeat(batch, 1)
+        else:
+            self.ids = long_prompt(self.loaded, self._prompt, batch, length, self._seed)
+        for kept in ("_cache", "_compiled_call"):  # of another size
+            self.model.__dict__.pop(kept, None)
+        if self.ready.compiled:
+            torch.compiler.reset()
+        gc.collect()
+        if self.ids.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {"prompt_tokens": self.ids.shape[1]}
+
+    def _config(self, new_tokens: int, **changes: Any) -> GenerationConfig:
+        return GenerationConfig(
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+            cache_implementation="static" if self.cache == "static" else None,
+            disable_compile=not self.ready.compiled,
+            compile_config=self._compile if self.ready.compiled else None,
+            pad_token_id=self._pad,
+            **changes,
+        )
+
+    def _generate(self, config: GenerationConfig, **options: Any) -> Any:
+        with torch.no_grad():
+            return self.model.generate(
+                self.ids, attention_mask=torch.ones_like(self.ids), generation_config=config, **options
+            )
 
     def generate(self) -> dict[str, Any]:
         """One run: seconds from its start to each token, the tokens [batch, new tokens], and the peak memory."""
@@ -137,9 +158,8 @@ class Session:
             torch.cuda.reset_peak_memory_stats(self.ids.device)
             torch.cuda.synchronize(self.ids.device)
         stamps = Stamps(len(self.ids), self.ids.device)
-        began = machine.clock()
         try:
-            out = self._generate(self.new_tokens, stopping_criteria=StoppingCriteriaList([stamps]))
+            out = self._generate(self._config(self.new_tokens), stopping_criteria=StoppingCriteriaList([stamps]))
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
             if self.cache != "static":
                 raise
@@ -147,35 +167,38 @@ class Session:
             raise UsageError(f"`{self.card.name}` cannot generate with a static cache: {reason}") from error
         peak = torch.cuda.max_memory_allocated(self.ids.device) if cuda else machine.peak_memory_bytes()
         return {
-            "stamps_s": [t - began for t in stamps.times],
+            "stamps_s": stamps.seconds(),
             "tokens": out[:, self.ids.shape[1] :].tolist(),
             "peak_memory_bytes": peak,
         }
 
     def logits(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Feed `tokens` one by one and write the raw logits, float32 [sequences, steps, vocab], to `file`."""
+        """Feed `tokens` one by one and write the raw logits, float32 [sequences, steps, vocab], to `file`.
+
+        `rows`: sequences of the batch in the order in which they are wanted; as many as fit are written.
+        """
         tokens = torch.tensor(order["tokens"], dtype=torch.int64, device=self.ids.device)
         vocabulary = vocabulary_size(self.loaded)
-        steps = min(max(LARGEST_RUN // (len(tokens) * vocabulary), 1), tokens.shape[1])
-        rows = min(max(LARGEST_FILE // (steps * vocabulary), 1), len(tokens))
+        steps = min(max(LARGEST_RUN // (len(tokens) * vocabulary), 1), tokens.shape[1], order["steps"] or sys.maxsize)
+        rows = order["rows"][: max(LARGEST_FILE // (steps * vocabulary), 1)]
         out = self._generate(
-            steps,
+            self._config(steps, output_logits=True, return_dict_in_generate=True),
             logits_processor=LogitsProcessorList([Forced(tokens, self.ids.shape[1])]),
-            keep_logits=True,
         )
-        logits = torch.stack([step[:rows].float().cpu() for step in out.logits], dim=1)
+        logits = torch.stack([step[rows].float().cpu() for step in out.logits], dim=1)
         save_file({"logits": logits}, order["file"])
-        return {"shape": list(logits.shape)}
+        return {"shape": list(logits.shape), "rows": rows}
 
     def counters(self) -> dict[str, Any]:
         """Calls through each accepted patch so far, and the patches that do nothing."""
         keep = PatchCalls.model_fields.keys()
-        rows = [{name: value for name, value in row.items() if name in keep} for row in self.applied.report()]
-        return {"calls": rows, "unreached": self.applied.unreached()}
+        rows = [{name: value for name, value in row.items() if name in keep} for row in self.ready.applied.report()]
+        return {"calls": rows, "unreached": self.ready.applied.unreached()}
 
     def proof(self) -> dict[str, Any]:
         """What stands in the place of the model's own code."""
-        return prove(self.model, self._registered).model_dump(mode="json")
+        proof = prove(self.model, self._registered)
+        return {"proof": proof.model_dump(mode="json"), "evidence": self.ready.evidence()}
 
     def coverage(self, order: dict[str, Any]) -> dict[str, Any]:
         """Where the time of a short run goes, for the sites of a graft; the model is left as it was."""
@@ -183,13 +206,54 @@ class Session:
 
         graft = read_graft(order["graft"])
         new_tokens = min(self.new_tokens, order["new_tokens"])
-        found = measure(self.model, graft, lambda: self._generate(new_tokens), new_tokens)
+        found = measure(self.model, graft, lambda: self._generate(self._config(new_tokens)), new_tokens)
         return {"coverage": found.model_dump(mode="json")}
 
+    def work(self, order: dict[str, Any]) -> dict[str, Any]:
+        """What one step of a regime must read and compute, and what the device reaches."""
+        from dataclasses import asdict
 
-def read_graft(folder: str) -> Graft:
-    """The graft in a folder."""
-    return Inventory(Path(folder)).load_record("graft", Graft)
+        from kernelgraft.bench import roofline
+
+        needed = roofline.work(self.model, order["regime"], *self.ids.shape, self.new_tokens)
+        reached = roofline.limits(self.ids.device, self.loaded.dtype)
+        return {"work": asdict(needed), "limits": asdict(reached)}
+
+    def trace(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Where the GPU's time goes in a regime; the model is left as it was."""
+        from kernelgraft.bench.trace import measure
+
+        decode = order["regime"] == "decode"
+        graft = read_graft(order["graft"]) if order["graft"] else None
+        # A compiled contender needs the length of cache that it was warmed with.
+        steps = 1 + TRACED_STEPS if decode and not self.ready.compiled else self.new_tokens if decode else 1
+        config = self._config(steps)
+        found = measure(
+            self.model,
+            lambda: self._generate(config),
+            regime=order["regime"],
+            tokens=TRACED_STEPS if decode else self.ids.shape[1],
+            graft=graft,
+            applied=self.ready.applied,
+        )
+        return {"trace": found.model_dump(mode="json")}
+
+    def float32(self) -> dict[str, Any]:
+        """Turn the model's weights into float32, for good, if there is room for them."""
+        if self.loaded.dtype == torch.float32:
+            return {"made": False}
+        more = sum(p.numel() * max(4 - p.element_size(), 0) for p in self.model.parameters())
+        free = machine.free_memory_bytes(self.ids.device)
+        made = free is not None and more * 1.2 < free
+        if made:
+            self.model.float()
+        return {"made": made}
+
+
+def _fingerprint(model: Any) -> str:
+    """Of some of the numbers of every parameter: equal for two models with equal weights."""
+    parts = [value.detach().flatten()[:8].float() for _, value in sorted(model.named_parameters())]
+    return hashlib.sha256(torch.cat(parts).cpu().numpy().tobytes()).hexdigest()
 
 
 def answer(session: Session | None, order: dict[str, Any]) -> tuple[Session, dict[str, Any]]:
@@ -202,10 +266,18 @@ def answer(session: Session | None, order: dict[str, Any]) -> tuple[Session, dic
         "generate": session.generate,
         "counters": session.counters,
         "proof": session.proof,
+        "float32": session.float32,
     }
     if order["do"] in plain:
         return session, plain[order["do"]]()
-    return session, {"logits": session.logits, "coverage": session.coverage}[order["do"]](order)
+    told: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "configure": session.configure,
+        "logits": session.logits,
+        "coverage": session.coverage,
+        "work": session.work,
+        "trace": session.trace,
+    }
+    return session, told[order["do"]](order)
 
 
 def serve(commands: TextIO, answers: TextIO) -> None:

@@ -22,6 +22,25 @@ def prompt_ids(loaded: Any, text: str) -> torch.Tensor:
     return torch.tensor([_ids(loaded, text)], dtype=torch.int64, device=loaded.model.device)
 
 
+def long_prompt(loaded: Any, text: str, rows: int, tokens: int, seed: int) -> torch.Tensor:
+    """Ids of a prompt of a given length, int64 [rows, tokens] on the model's device: random ones, then those of `text`.
+
+    The random ids are ordinary ones, differ from row to row, and are the same for the same seed everywhere. A length
+    below that of `text` keeps its end.
+    """
+    if rows < 1 or tokens < 1:
+        raise UsageError(f"a prompt of {rows} rows and {tokens} tokens is empty; give at least one of each")
+    ending = _ids(loaded, text)[-tokens:]
+    size = vocabulary_size(loaded)
+    ordinary = torch.ones(size, dtype=torch.bool)
+    special = {*_special_ids(loaded.model.config), *_special_ids(_generation(loaded))}
+    ordinary[[i for i in special if 0 <= i < size]] = False
+    choice = ordinary.nonzero().flatten()
+    generator = torch.Generator().manual_seed(seed)
+    random = choice[torch.randint(len(choice), (rows, tokens - len(ending)), generator=generator)]
+    return torch.cat([random, torch.tensor([ending] * rows)], dim=1).to(loaded.model.device)
+
+
 def left_padded(loaded: Any, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """A left-padded batch of `texts`: ids and attention mask (1 = token), both int64 [texts, longest]."""
     if not texts:

@@ -1,0 +1,322 @@
+"""Contenders of one model, each in a fresh process, of which only one works at a time while they are measured.
+
+A contender that fails is left out from then on, with the reason; only those called essential end the race.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from kernelgraft import machine
+from kernelgraft.bench import figures, stats
+from kernelgraft.bench.names import COMPILED, GRAFTED, ORIGINAL
+from kernelgraft.bench.process import TIMEOUT_S, Worker
+from kernelgraft.bench.result import Cache, Outputs, PatchCalls, Proof, Side
+from kernelgraft.errors import KernelgraftError, UnreachedError
+
+TURN_S = 0.5
+"""A pair repeats short runs, still in turns, until each model has run about this long, so that noise averages out."""
+LARGEST_REPEATS = 20
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One setting in which contenders are measured."""
+
+    batch: int
+    prompt_tokens: int | None
+    """Random ids before the prompt make it that long; None: the prompt alone."""
+    new_tokens: int
+    cache: Cache
+
+
+@dataclass
+class Lap:
+    """What was measured in a leg."""
+
+    leg: Leg
+    prompt_tokens: int
+    repeats: int
+    warm: dict[str, list[Answer]]
+    runs: dict[str, list[list[Answer]]]
+    """Per contender and pair, the answers of its repeats."""
+    rows: list[int] = field(default_factory=list)
+    """Sequences whose logits were compared."""
+    logits: dict[str, Path] = field(default_factory=dict)
+
+    def tokens(self, name: str) -> figures.Array:
+        """Of the last run, [batch, new tokens]."""
+        return np.asarray(self.runs[name][-1][-1]["tokens"])
+
+
+class Race:
+    """The processes of all contenders; a context manager that ends them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        order: dict[str, Any],
+        graft: Path | None = None,
+        *,
+        essential: Iterable[str] = (ORIGINAL,),
+        keep_failed: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        step: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.names = list(names)
+        self.failures: dict[str, str] = {}
+        self.started: dict[str, Answer] = {}
+        self._order, self._graft = order, graft
+        self._essential = set(essential)
+        self._keep_failed = keep_failed
+        self._together = str(order["device"]).startswith("cuda")
+        self._step = step
+        self._stack = contextlib.ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kernelgraft-bench-")))
+        self._workers: dict[str, Worker] = {}
+        self._timeout_s = timeout_s
+        # On a GPU all begin to import at once; on a CPU they would only take each other's time.
+        for name in self.names if self._together else ():
+            self._worker(name)
+
+    def __enter__(self) -> Race:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def limit(self, timeout_s: float) -> None:
+        """Wait at most that long for each answer from now on."""
+        self._timeout_s = timeout_s
+        for worker in self._workers.values():
+            worker.timeout_s = timeout_s
+
+    @property
+    def active(self) -> list[str]:
+        """Contenders that have not failed, the original first."""
+        return [name for name in self.names if name not in self.failures]
+
+    def ask(self, name: str, do: str, **order: Any) -> Answer | None:
+        """One command; None if the contender failed, now or before. Raises KernelgraftError for an essential one."""
+        if name in self.failures:
+            return None
+        try:
+            return self._worker(name).ask(do, **order)
+        except KernelgraftError as error:
+            self.fail(name, error)
+            return None
+
+    def fail(self, name: str, error: KernelgraftError) -> None:
+        """Leave a contender out from now on; raises the error if the race is nothing without it."""
+        if name in self._essential:
+            raise error
+        self.failures[name] = str(error)
+        if not self._keep_failed:
+            self._workers[name].close()
+
+    def readmit(self) -> None:
+        """Let contenders that failed in the last leg, not in loading, take part again (with `keep_failed`)."""
+        for name in [n for n in self.failures if n in self.started and self._workers[n].alive]:
+            del self.failures[name]
+
+    def start(self) -> None:
+        """Load every model: all at once on a GPU."""
+
+        def one(name: str) -> Answer | None:
+            graft = str(self._graft) if name == GRAFTED and self._graft is not None else None
+            return self.ask(name, "start", contender=name, graft=graft, **self._order)
+
+        if self._together:
+            self._step("loading all models")
+        for name, said in self._each(one, self.names, "loading the {} model"):
+            if said is not None:
+                self.started[name] = said
+        for name in self.active:
+            if self.started[name]["weights"] != self.started[ORIGINAL]["weights"]:
+                del self.started[name]
+                self.fail(name, KernelgraftError(f"the {name} process has other weights than the original's"))
+
+    def measure(
+        self, leg: Leg, *, pairs: int, warmup_runs: int, deadline: float | None = None, names: Sequence[str] = ()
+    ) -> Lap:
+        """Warm every contender up, then let all run in turns, `pairs` rounds; `names`: only these.
+
+        After `deadline` (of `machine.clock`) no further round begins once there is one.
+        """
+        wanted = [name for name in self.active if not names or name in names]
+        setting = {"batch": leg.batch, "prompt_tokens": leg.prompt_tokens, "new_tokens": leg.new_tokens}
+        set_up = dict(self._each(lambda name: self.ask(name, "configure", cache=leg.cache, **setting), wanted))
+        warm = self._warm([name for name in wanted if name in self.active], warmup_runs)
+        repeats = repeats_for(warm[ORIGINAL][-1]["stamps_s"][-1])
+        runs: dict[str, list[list[Answer]]] = {name: [] for name in wanted if name in self.active}
+        for pair in range(pairs):
+            if pair and deadline is not None and machine.clock() > deadline:
+                break
+            self._step(f"pair {pair + 1} of {pairs}")
+            said: dict[str, list[Answer]] = {name: [] for name in runs}
+            for repeat in range(repeats):
+                for name in turns(list(runs), pair + repeat):
+                    answer = self.ask(name, "generate")
+                    if answer is None:
+                        runs.pop(name)
+                    else:
+                        said[name].append(answer)
+            for name in runs:
+                runs[name].append(said[name])
+        first = set_up[ORIGINAL]
+        assert first is not None
+        return Lap(leg, first["prompt_tokens"], repeats, warm, runs)
+
+    def _warm(self, names: Sequence[str], runs: int) -> dict[str, list[Answer]]:
+        """Run each contender `runs` times: all compilation and tuning.
+
+        The compiler's own contender compiles, on the CPU, while the others warm up; tuning is not disturbed by tuning.
+        """
+        warm: dict[str, list[Answer]] = {name: [] for name in names}
+
+        def once(name: str) -> None:
+            answer = self.ask(name, "generate")
+            if answer is None:
+                warm.pop(name)
+            else:
+                warm[name].append(answer)
+
+        with ThreadPoolExecutor(1) as pool:
+            early: list[Future[None]] = []
+            if self._together and COMPILED in names:
+                early.append(pool.submit(once, COMPILED))
+            for run in range(runs):
+                for name in [n for n in names if n in self.active]:
+                    self._step(f"warming the {name} model up")
+                    if name == COMPILED and run == 0 and early:
+                        continue
+                    once(name)
+                for done in early:
+                    done.result()
+        return warm
+
+    def trace(self, name: str, regime: str, graft: Path | None) -> Answer:
+        """Trace a contender; a failure is raised and does not leave it out."""
+        return self._worker(name).ask("trace", regime=regime, graft=None if graft is None else str(graft))
+
+    def side(self, lap: Lap, name: str) -> Side:
+        """The figures of a contender."""
+        return figures.side(lap.runs[name], lap.leg.batch, self.started[name]["load_s"], lap.warm[name])
+
+    def proof(self, name: str) -> tuple[Proof, tuple[str, ...]] | None:
+        """What a process runs; None if it failed. Raises KernelgraftError if the original's is not the original."""
+        said = self.ask(name, "proof")
+        if said is None:
+            return None
+        proof = Proof.model_validate(said["proof"])
+        if name == ORIGINAL and (not proof.clean or said["evidence"]):
+            raise KernelgraftError(
+                f"the {name} process does not run the model's own code: {proof!r} {said['evidence']}"
+            )
+        return proof, tuple(said["evidence"])
+
+    def calls(self) -> tuple[PatchCalls, ...]:
+        """Calls through the graft's patches; raises UnreachedError, or notes it, if one served none."""
+        counted = self.ask(GRAFTED, "counters")
+        if counted is None:
+            return ()
+        calls = tuple(PatchCalls.model_validate(c) for c in counted["calls"])
+        if counted["unreached"]:
+            self.fail(GRAFTED, UnreachedError(_unreached(counted["unreached"], calls)))
+        return calls
+
+    def compare(self, lap: Lap, steps: int | None = None) -> dict[str, Outputs]:
+        """Each contender's tokens and, with the original's tokens forced, logits against the original's.
+
+        The processes must still be in the lap's setting. `steps`: logits of so many at most.
+        """
+        names = [name for name in self.active if name in lap.runs]
+        tokens = {name: lap.tokens(name) for name in names}
+        lap.rows = figures.telling_rows(tokens, ORIGINAL)
+        for name in names:
+            if (said := self._logits(lap, name, name, steps)) is not None:
+                lap.rows = said["rows"]
+        base = self._read(lap, ORIGINAL)
+        return {
+            name: figures.compare_outputs(
+                tokens[ORIGINAL], tokens[name], base, base if name == ORIGINAL else self._read(lap, name), lap.rows
+            )
+            for name in names
+            if name in self.active
+        }
+
+    def float32(self, lap: Lap, steps: int | None = None) -> dict[str, float | None]:
+        """Each contender's logits of `compare` against a float32 copy of the original, where there is room for one.
+
+        The last thing that is asked of the original's process: it is not the original any more.
+        """
+        leg = lap.leg
+        made = self.ask(ORIGINAL, "float32")
+        if made is None or not made["made"]:
+            return {}
+        setting = {"batch": leg.batch, "prompt_tokens": leg.prompt_tokens, "new_tokens": leg.new_tokens}
+        self.ask(ORIGINAL, "configure", cache=leg.cache, **setting)
+        if self._logits(lap, ORIGINAL, "float32", steps) is None:
+            return {}
+        wanted = self._read(lap, "float32")
+        return {name: stats.rel_rmse(self._read(lap, name), wanted) for name in lap.logits if name != "float32"}
+
+    def _logits(self, lap: Lap, name: str, label: str, steps: int | None) -> Answer | None:
+        file = self._folder / f"{id(lap)}-{label}.safetensors"
+        tokens = lap.tokens(ORIGINAL).tolist()
+        said = self.ask(name, "logits", tokens=tokens, rows=lap.rows, steps=steps, file=str(file))
+        if said is not None:
+            lap.logits[label] = file
+        return said
+
+    def _read(self, lap: Lap, label: str) -> figures.Array:
+        found: figures.Array = load_file(lap.logits[label])["logits"]
+        return found
+
+    def _worker(self, name: str) -> Worker:
+        if name not in self._workers:
+            worker = Worker(name, timeout_s=self._timeout_s)
+            self._workers[name] = worker
+            self._stack.callback(worker.close)
+        return self._workers[name]
+
+    def _each(
+        self, one: Callable[[str], Answer | None], names: Sequence[str], text: str = ""
+    ) -> list[tuple[str, Answer | None]]:
+        if self._together:
+            with ThreadPoolExecutor(max(len(names), 1)) as pool:
+                return list(zip(names, pool.map(one, names), strict=True))
+        answers = []
+        for name in names:
+            if text:
+                self._step(text.format(name))
+            answers.append((name, one(name)))
+        return answers
+
+
+def turns(names: Sequence[str], turn: int) -> list[str]:
+    """Who runs first: A B, then B A, and so on, so that a drift of the machine favours neither."""
+    return list(names) if turn % 2 == 0 else list(reversed(names))
+
+
+def repeats_for(run_s: float) -> int:
+    """How many runs of that length each model makes in one pair."""
+    return min(max(math.ceil(TURN_S / run_s), 1), LARGEST_REPEATS)
+
+
+def _unreached(labels: Sequence[str], calls: Sequence[PatchCalls]) -> str:
+    reasons = dict.fromkeys(reason for c in calls if not any(c.calls.values()) for reason in c.fallbacks)
+    why = f" (fell back: {', '.join(reasons)})" if reasons else ""
+    return f"no call went through `{'`, `'.join(labels)}`{why}: run `kernelgraft integrate` again for this setting"
