@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ app = typer.Typer(
     help="Put fast kernels into a transformers model, proved on the model's own calls.",
 )
 people = Console(stderr=True)
+TOGETHER = ("research", "integrate", "run")
+"""The verbs that several processes, each with a part of the model, can do together."""
 
 Model = Annotated[str, typer.Argument(help="tiny, a preset, a local folder, a hub id, or config:<model_type>.")]
 Folder = Annotated[Path, typer.Argument(help="Folder with the records that the verb before this one wrote.")]
@@ -82,12 +85,20 @@ def research(
     inventory = Inventory(_folder(out, model))
     with _progress() as progress:
         loaded = _load(model, dtype, device, trust_remote_code)
-        record, computes = pipeline.research(loaded, inventory, progress=progress)
+        record, computes = pipeline.led(lambda loaded: _researched(loaded, inventory, progress))(loaded)
     if not _wrote_json(record.model_dump(mode="json"), json_file):
         Console().print(research_table(record))
         _say_files(inventory.root)
     if not computes:
         raise _nothing(model)
+
+
+def _researched(loaded: Loaded, inventory: Any, progress: Progress) -> tuple[Any, int]:
+    """The record, and how many computes there are."""
+    from kernelgraft import pipeline
+
+    record, computes = pipeline.research(loaded, inventory, progress=progress)
+    return record, len(computes)
 
 
 @app.command()
@@ -188,21 +199,22 @@ def integrate(
     inventory, options = _existing(folder), _judge(judge)
     record = inventory.load_record("research", Research)
     planned = pipeline.planned(inventory.load_record("plan", Plan), inventory)
+    how = _policy(policy)
     with _progress() as progress:
-        loaded = _load(record.model.name, record.model.dtype, device, trust_remote_code)
-        done, graft = pipeline.already(
-            loaded.model, model_card(loaded.model, loaded.ref.spec), machine.read(), inventory
-        )
-        if done and not force:
-            people.print(f"{done}; --force redoes it")
-        else:
-            how = _policy(policy)
+
+        def work(loaded: Loaded) -> Any:
+            card = model_card(loaded.model, loaded.ref.spec)
+            done, graft = pipeline.already(loaded.model, card, machine.read(), inventory)
+            if done and not force:
+                people.print(f"{done}; --force redoes it")
+                return graft
             with pipeline.Judges(options, device=device, jobs=jobs, fresh=fresh, early=device != "cpu") as judges:
                 computes = pipeline.recapture(loaded, record, inventory.definitions())
-                graft = pipeline.make_graft(
+                return pipeline.make_graft(
                     loaded, computes, planned, inventory, policy=how, judges=judges, progress=progress
                 )
-    assert graft is not None
+
+        graft = pipeline.led(work)(_load(record.model.name, record.model.dtype, device, trust_remote_code))
     if not _wrote_json(graft.model_dump(mode="json"), json_file):
         Console().print(graft_table(graft))
         _say_files(folder)
@@ -349,7 +361,7 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """The whole job: research, plan, verify, measure, graft, and benchmark."""
-    from kernelgraft import pipeline, report
+    from kernelgraft import machine, pipeline, report
     from kernelgraft.bench import BenchResult
     from kernelgraft.store import Inventory
 
@@ -368,6 +380,8 @@ def run(
             fresh=fresh,
             progress=progress,
         )
+    if machine.processes()[0]:
+        return  # the first one of several writes
     console = people if json_file == Path("-") else Console()
     if done.already:
         people.print(f"{done.already}; --force redoes it")
@@ -375,6 +389,8 @@ def run(
     result = store.load_record("bench", BenchResult) if done.already and store.has_record("bench") else None
     if result is not None:
         console.print(report.bench_table(result))
+    elif machine.processes()[1] > 1:
+        people.print("a model that is split over processes is not benchmarked")
     elif not done.already and done.graft.accepted:
         result = _bench(model, store.root, pairs, new_tokens, 1, "dynamic", dtype, device)
         store.save_record("bench", result)
@@ -385,12 +401,25 @@ def run(
 
 
 def main() -> None:
-    """Entry point: our errors become one line on stderr and their exit code."""
+    """Entry point: our errors become one line on stderr and their exit code.
+
+    Of several processes that torchrun started, the first one speaks.
+    """
+    from kernelgraft import machine
+
+    rank, count = machine.processes()
+    people.quiet = rank > 0
     try:
-        app()
+        if count > 1 and (verb := " ".join(sys.argv[1:2])) not in TOGETHER:
+            raise UsageError(f"`{verb}` is for one process: leave torchrun out, or use {', '.join(TOGETHER)}")
+        with redirect_stdout(io.StringIO()) if rank else nullcontext():
+            app()
     except KernelgraftError as error:
         people.print(f"kernelgraft: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
+    finally:
+        if "torch.distributed" in sys.modules and (group := sys.modules["torch.distributed"]).is_initialized():
+            group.destroy_process_group()
 
 
 def _bench(
@@ -436,6 +465,7 @@ def _only_cutile(folder: Path, scratch: Path) -> Path:
 def _load(model: str, dtype: str | None, device: str, trust_remote_code: bool) -> Loaded:
     import torch
 
+    from kernelgraft import machine
     from kernelgraft.models import load
 
     chosen = None
@@ -443,7 +473,8 @@ def _load(model: str, dtype: str | None, device: str, trust_remote_code: bool) -
         if dtype not in ("float32", "bfloat16", "float16"):
             raise UsageError(f"dtype `{dtype}` is not float32, bfloat16 or float16")
         chosen = getattr(torch, dtype)
-    return load(model, dtype=chosen, device=_checked_device(device), trust_remote_code=trust_remote_code)
+    split = machine.processes()[1] > 1
+    return load(model, dtype=chosen, device=_checked_device(device), trust_remote_code=trust_remote_code, split=split)
 
 
 def _checked_device(device: str) -> str:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kernelgraft.errors import UsageError
 from kernelgraft.models.prompts import pad_id
-from kernelgraft.models.randomising import randomise
+from kernelgraft.models.randomising import make_decisive, randomise
 from kernelgraft.models.shrinking import in_short, quiet, shrink
 from kernelgraft.models.specs import ModelRef, read_preset, resolve
 
@@ -114,6 +114,8 @@ def _random(ref: ModelRef, dtype: torch.dtype, device: torch.device, seed: int) 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to(device).eval()
     randomise(model, seed)
+    if ref.kind == "preset":
+        make_decisive(model, seed)
     return model
 
 
@@ -134,6 +136,10 @@ def _pretrained(
                 source, config=config, dtype=dtype or "auto", **options, **parts
             )
             tokenizer = _tokenizer(source, ref.path, options)
+        if split and model.device.type != device.type:
+            raise UsageError(f"transformers puts a split model on `{model.device.type}`, not on `{device.type}`")
+    except UsageError:
+        raise
     except Exception as error:  # transformers and the hub client raise OSError, ValueError, KeyError, ImportError, ...
         raise _cannot(ref, error) from error
     return Loaded(ref, (model if split else model.to(device)).eval(), tokenizer, model.dtype)
