@@ -37,6 +37,7 @@ FAINT = "#7b8085"
 """Readable on white and on black."""
 SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
+    "text.parse_math": False,
     "font.size": 10.0,
     "font.family": "DejaVu Sans",
     "text.color": INK,
@@ -116,7 +117,7 @@ def modules(bench: BenchResult, regime: str) -> tuple[str, Figure] | None:
     after = None if graft is None else trace_of(graft, regime)
     if before is None or after is None or not before.modules:
         return None
-    rows = _module_times(before, after)
+    rows = module_times(before, after)
     unit = "a decode step" if regime == "decode" else "the prefill"
     label = f"GPU µs of {unit}, by module"
     figure = _pairs(rows, label)
@@ -126,8 +127,8 @@ def modules(bench: BenchResult, regime: str) -> tuple[str, Figure] | None:
     return f"{label}, original to graft: in all {total[0]} ms to {total[1]} ms; {said}.", figure
 
 
-def _module_times(before: Trace, after: Trace) -> list[tuple[str, float, float]]:
-    """(module, µs before, µs after) of one step, largest first, the small ones added up."""
+def module_times(before: Trace, after: Trace) -> list[tuple[str, float, float]]:
+    """Rows of (module, µs before, µs after) of one step, largest first, the small ones added up."""
 
     def times(trace: Trace) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -218,6 +219,8 @@ def roofline(bench: BenchResult) -> tuple[str, Figure] | None:
         said.append(f"{contender.name} {r.regime} {r.percent:.0f} %")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(visible=True)
     axes.set_xlabel("floating-point operations per byte that must be read")
     axes.set_ylabel("TFLOP/s")
@@ -279,8 +282,15 @@ def svg(name: str, text: str, figure: Figure) -> str:
     _save(figure, buffer, hashsalt=name, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     drawn = buffer.getvalue()
     drawn = drawn[drawn.index("<svg") :].replace(INK, "currentColor").replace("'DejaVu Sans'", "inherit")
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    drawn = _own_names(re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL), name)
     return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', _opening(name, text), drawn, count=1)
+
+
+def _own_names(drawn: str, prefix: str) -> str:
+    """Ids are one page's: those that nothing refers to go, the others get the plot's name."""
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', drawn))
+    drawn = re.sub(r' id="([^"]*)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", drawn)
+    return re.sub(r'(url\(|href=")#', rf"\g<1>#{prefix}-", drawn)
 
 
 def _opening(name: str, text: str) -> Callable[[re.Match[str]], str]:
