@@ -24,6 +24,7 @@ from kernelgraft.models import (
     shrink,
     wrap,
 )
+from kernelgraft.models.randomising import make_decisive
 from kernelgraft.models.shrinking import quiet
 from kernelgraft.models.specs import TINY
 
@@ -287,6 +288,43 @@ def test_randomise_leaves_the_global_generator_alone_and_tied_weights_tied() -> 
     assert torch.equal(torch.random.get_rng_state(), before)
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert not torch.equal(model.lm_head.weight, embedding)
+
+
+@torch.no_grad()
+def test_a_decisive_head_prefers_some_tokens() -> None:
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=20_000, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.num_key_value_heads, config.head_dim, config.tie_word_embeddings = 1, 32, False
+    with quiet():
+        torch.default_generator.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    randomise(model, 0)
+    ids = torch.arange(64)[None]
+
+    def read() -> tuple[float, float]:
+        logits = model(ids).logits[0]
+        shares = logits.softmax(-1)
+        best = logits.topk(2).values
+        return float(-(shares * shares.log()).sum(-1).mean()), float((1 - best[:, 1] / best[:, 0]).median())
+
+    others = {name: p.clone() for name, p in model.named_parameters() if name != "lm_head.weight"}
+    (even, near), scaled = read(), model.lm_head.weight
+    before = scaled.clone()
+    make_decisive(model, 0)
+    entropy, gap = read()
+    assert even > 9 and 1 < entropy < 8 and gap > 1.5 * near  # of 9.9 for all tokens alike
+    assert all(torch.equal(p, others[name]) for name, p in model.named_parameters() if name in others)
+    ratio = scaled / before
+    assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4) and 0.4 < ratio[:, 0].log().std() < 0.6
+    make_decisive(torch.nn.Linear(2, 2), 0)  # without a head nothing happens
+
+
+def test_presets_are_decisive(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = configuration(resolve("config:llama"))
+    monkeypatch.setattr("kernelgraft.models.loading.configuration", lambda ref: small)
+    spread = [load(spec).model.lm_head.weight.norm(dim=1).log().std() for spec in ("llama-3.2-1b", "config:llama")]
+    assert spread[0] > 0.4 > 0.2 > spread[1]
 
 
 def test_what_cannot_shrink_says_why() -> None:

@@ -18,6 +18,7 @@ from kernelgraft.models.shrinking import quiet
 
 SPREAD = 0.5  # of a scale around its initial value, relative (absolute around zero)
 BIAS_STD = 0.1
+HEAD_SPREAD = 0.5  # standard deviation of the logarithm of an output row's scale
 STRUCTURED = (0.25, 0.05, 0.0)  # relative perturbations of patterned tensors, tried from the left
 
 
@@ -44,6 +45,22 @@ def randomise(model: nn.Module, seed: int) -> None:
         if _finite(model):
             return
     raise UsageError(f"`{type(model).__name__}` gives non-finite logits with random weights; try another seed")
+
+
+@torch.no_grad()
+def make_decisive(model: nn.Module, seed: int) -> None:
+    """Scale the rows of the output head, in place, log-normally: some tokens are likelier than others, as in language.
+
+    With equally scaled rows the probabilities over a large vocabulary are next to uniform, and the two largest logits
+    are often equal in a 16-bit dtype. Without an output head nothing is done.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    weight = getattr(find() if find is not None else None, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        # Not the numbers that the first matrix is made of.
+        generator = torch.Generator(weight.device).manual_seed(seed + 1_000_003)
+        scale = torch.empty(weight.shape[0], 1, device=weight.device).normal_(0, HEAD_SPREAD, generator=generator)
+        weight.mul_(scale.exp_())
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
