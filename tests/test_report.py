@@ -18,6 +18,7 @@ from report_samples import (
     PLAN,
     five,
     grafted,
+    on_a_gpu,
     seat,
     side,
     site,
@@ -26,16 +27,8 @@ from report_samples import (
 from rich.console import Console
 
 from kernelgraft import report
-from kernelgraft.bench.result import (
-    Comparison,
-    Divergence,
-    Outputs,
-)
-from kernelgraft.records import (
-    Plan,
-    Research,
-    ResearchRow,
-)
+from kernelgraft.bench.result import Comparison, Divergence, Outputs, PatchCalls
+from kernelgraft.records import Plan, Research, ResearchRow
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.base import Listing
 
@@ -204,6 +197,67 @@ def test_every_contender_has_a_row_and_a_failed_one_its_reason() -> None:
     lines = report.bench_lines(five())
     assert "tilegym:        failed: tilegym has no patch for `b`" in lines
     assert "kernelgraft is 0.081x of the fastest other contender, liger" in lines
+
+
+def test_the_coverage_line_is_for_whoever_has_cutile_kernels() -> None:
+    lines = report.trace_lines(on_a_gpu())
+    coverage = [line for line in lines if ">>> cuTile Kernel Coverage (GPU Time):    49.21% <<<" in line]
+    assert [line.partition(":")[0] for line in coverage] == ["kernelgraft, prefill", "kernelgraft, decode"]
+    assert "eager, decode: 22.95 % of the GPU time is in what the graft replaces" in lines
+    assert "kernelgraft, decode: left to libraries: 45.7 % (cuBLAS 35.6, flash attention 10.2)" in lines
+
+
+def test_one_line_a_regime_says_what_the_machine_allows() -> None:
+    decode = "roofline: a decode step takes 0.581 ms at least (2.50 GB at 4300 GB/s); of it eager 8.0 %"
+    prefill = "roofline: a prefill takes 12.5 ms at least (10.00 TFLOP at 800 TFLOP/s); of it eager 28.0 %"
+    lines = report.trace_lines(on_a_gpu())
+    assert [line.startswith(decode) for line in lines].count(True) == 1
+    assert [line.startswith(prefill) for line in lines].count(True) == 1
+
+
+def test_the_gpu_tables_fit_a_narrow_terminal() -> None:
+    text = shown(report.bench_table(on_a_gpu()), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines()]
+    (decode,) = (row for row in rows if row[:2] == ["kernelgraft", "decode"])
+    # 20 ms and 400 kernels in four steps; 5.4 of the 20 ms were busy.
+    assert decode == ["kernelgraft", "decode", "5.00", "100", "73.0", "49.2", "–", "61.0"]
+    assert "Not covered: kernelgraft, decode" in text
+    assert "GPU time" not in shown(report.bench_table(five()))
+
+
+def test_the_original_shows_what_a_graft_could_cover() -> None:
+    bench = on_a_gpu().model_copy(update={"contenders": on_a_gpu().contenders[:1]})
+    assert "Not covered: eager, decode" in shown(report.bench_table(bench))
+
+
+def test_gpu_figures_in_markdown_and_in_the_result() -> None:
+    bench = on_a_gpu()
+    text = report.markdown(GRAFT, None, bench)
+    for part in ("## GPU time", "### Not covered: kernelgraft, prefill", "### Left to libraries: kernelgraft, decode"):
+        assert part in text
+    assert "| liger | model.norm: liger_rms_norm |" in text
+    assert "| eager | nothing |" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in rows)
+    contenders = json.loads(json.dumps(report.result(GRAFT, bench, {})))["bench"]["contenders"]
+    assert [c["failure"] for c in contenders if c["failure"]] == ["tilegym has no patch for `b`"]
+    decode = contenders[-1]["gpu_time"]["decode"]
+    assert (decode["cutile_percent"], decode["kernels_per_token"]) == (49.21, 100.0)
+    assert contenders[-1]["roofline"]["decode"]["percent"] == 61.0
+
+
+def test_calls_are_shown_with_fallbacks_and_their_reasons() -> None:
+    calls = PatchCalls(
+        family="rms_norm",
+        sites=("model.norm",),
+        calls={"acme_norm": 12},
+        original_by_choice=3,
+        fallbacks={"dtype float64": 2},
+        contained=0,
+    )
+    text = report.markdown(GRAFT, None, grafted(calls=(calls,)))
+    assert "| rms_norm | model.norm | acme_norm: 12 | 3 | 2: dtype float64 |" in text
 
 
 def test_plan_table() -> None:

@@ -11,6 +11,7 @@ from kernelgraft.report.page import page
 from kernelgraft.report.plots import NO_PLOTS, can_plot
 from kernelgraft.report.results import result
 from kernelgraft.report.tables import doctor_table, inventory_table, plan_table, research_table
+from kernelgraft.report.traces import trace_lines
 from kernelgraft.report.wording import figure_text, short_name, site_name, variant_text
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "short_name",
     "site_name",
     "throughput_line",
+    "trace_lines",
     "tuning_table",
     "variant_text",
     "write",
