@@ -19,15 +19,20 @@ from transformers import AutoModelForCausalLM
 
 import kernelgraft
 from kernelgraft import emit, models
-from kernelgraft.emit import hub_package
+from kernelgraft.emit import hub_fusions, hub_package
 from kernelgraft.errors import UsageError
 from kernelgraft.layouts import find_layouts
 from kernelgraft.layouts.packages import load_all
+from kernelgraft.layouts.records import Part
 from kernelgraft.models.specs import TINY
 from kernelgraft.records import Graft, Solution
 
 REPO = "owner/tiny-kernels"
 IDS = torch.arange(3, 15)[None]
+FUSION = (
+    Part("Qwen3RMSNorm", "model.layers.*.post_attention_layernorm"),
+    Part("Qwen3MLP", "model.layers.*.mlp"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +55,16 @@ def export(made: Made, dest: Path, graft: Graft | None = None, **options: Any) -
     return dest
 
 
-def in_folder(root: Path) -> dict[str, str]:
+def key_of(written: Any) -> Any:
+    """A key as KernelConfig takes it: JSON has no tuples."""
+    return written if isinstance(written, str) else tuple(tuple(part) for part in written)
+
+
+def in_folder(root: Path) -> dict[Any, str]:
     """The package's own kernels.json, with the folder for the repository."""
     entries = json.loads((root / "kernels.json").read_text())
     assert all(pin == {"version": 1, "trust_remote_code": True} for _, (_, pin) in entries)
-    return {key: f"{root}:{value.partition(':')[2]}" for key, (value, _) in entries}
+    return {key_of(key): f"{root}:{value.partition(':')[2]}" for key, (value, _) in entries}
 
 
 def with_solutions(graft: Graft, change: Any) -> Graft:
@@ -94,7 +104,8 @@ def test_what_is_written(package: Path) -> None:
 
 def test_kernels_have_only_a_forward_and_layouts_their_own(package: Path) -> None:
     loaded = load_all(in_folder(package))
-    assert {kernel.name for kernel in loaded} == {"Qwen3RMSNormKernel", "Qwen3MLPKernel"}
+    assert [kernel.name for kernel in loaded] == ["Qwen3RMSNormMLPKernel", "Qwen3RMSNormKernel"]
+    assert loaded[0].entry.key == FUSION
     for kernel in loaded:
         assert kernel.kernel.__init__ is nn.Module.__init__
         members = {name for name in vars(kernel.kernel) if not name.startswith("__")}
@@ -102,7 +113,7 @@ def test_kernels_have_only_a_forward_and_layouts_their_own(package: Path) -> Non
         assert kernel.layout is not None and "forward" in vars(kernel.layout)
         assert kernel.has_backward and kernel.can_torch_compile
     rules = {kernel.name: len(kernel.rules) for kernel in loaded}
-    assert rules == {"Qwen3RMSNormKernel": 0, "Qwen3MLPKernel": 1}
+    assert rules == {"Qwen3RMSNormKernel": 0, "Qwen3RMSNormMLPKernel": 2}
 
 
 def test_it_imports_without_transformers_and_without_us(package: Path) -> None:
@@ -110,16 +121,16 @@ def test_it_imports_without_transformers_and_without_us(package: Path) -> None:
         "import sys; sys.modules['transformers'] = sys.modules['kernelgraft'] = None\n"
         f"sys.path.insert(0, {str(package / 'build')!r})\n"
         "import importlib; layers = importlib.import_module('torch-universal').layers\n"
-        "print(layers.Qwen3MLPKernel.__name__, layers.Qwen3MLPKernelLayout.conversion_mapping)"
+        "print(layers.Qwen3RMSNormMLPKernel.__name__, layers.Qwen3RMSNormMLPKernelLayout.conversion_mapping)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["Qwen3MLPKernel", "[]"]
+    assert done.stdout.split() == ["Qwen3RMSNormMLPKernel", "[]"]
 
 
 def test_it_loads_through_ours(package: Path, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     model = kernelgraft.from_pretrained(AutoModelForCausalLM, TINY, kernels=in_folder(package), dtype=torch.float32)
-    layers = sys.modules[type(model.model.layers[0].mlp).__module__]
+    layers = sys.modules[type(model.model.layers[0].post_attention_layernorm).__module__]
     served: list[str] = []
     choose = layers.gated_mlp.choose_1
 
@@ -134,8 +145,12 @@ def test_it_loads_through_ours(package: Path, tmp_path: Path) -> None:
     assert len(served) == len(model.model.layers), "each layer asks once, and a kernel serves"
     with torch.no_grad():
         torch.testing.assert_close(logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)
-    assert hasattr(model.model.layers[0].mlp, "gate_up_proj")
-    assert not hasattr(model.model.layers[0].mlp, "gate_proj")
+    layer = model.model.layers[0]
+    assert type(layer.post_attention_layernorm).__name__ == "Qwen3RMSNormMLPKernelLayout"
+    assert isinstance(layer.mlp, nn.Identity)
+    assert type(layer.input_layernorm).__name__ == "Qwen3RMSNormKernelLayout"
+    assert hasattr(layer.post_attention_layernorm, "gate_up_proj")
+    assert not hasattr(layer.post_attention_layernorm, "gate_proj")
     greedy = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(IDS, **greedy), plain.generate(IDS, **greedy))
     model.save_pretrained(tmp_path)
@@ -155,8 +170,110 @@ def test_gradients_are_those_of_the_original(package: Path) -> None:
     model(IDS, labels=IDS).loss.backward()
     for ours, theirs in zip(model.model.layers, plain.model.layers, strict=True):
         merged = torch.cat([theirs.mlp.gate_proj.weight.grad, theirs.mlp.up_proj.weight.grad])
-        torch.testing.assert_close(ours.mlp.gate_up_proj.weight.grad, merged, rtol=1e-4, atol=1e-6)
+        fused = ours.post_attention_layernorm
+        torch.testing.assert_close(fused.gate_up_proj.weight.grad, merged, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(fused.weight.grad, theirs.post_attention_layernorm.weight.grad, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(ours.input_layernorm.weight.grad, theirs.input_layernorm.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("spec", "norm"), [("config:llama", "post_attention_layernorm"), ("config:gemma2", "pre_feedforward_layernorm")]
+)
+def test_the_norm_that_feeds_the_product_is_fused_with_it(spec: str, norm: str, tmp_path: Path) -> None:
+    made = make(spec, tmp_path / "inventory")
+    root = export(made, tmp_path / "package")
+    fused, *rest = load_all(in_folder(root))
+    assert [part.path for part in fused.entry.parts] == [f"model.layers.*.{norm}", "model.layers.*.mlp"]
+    assert all("MLP" not in kernel.name for kernel in rest), "no product is left to a kernel of its own"
+    ids = IDS % made.model.config.vocab_size
+    with torch.no_grad():
+        want = made.model(ids).logits
+        with kernelgraft.apply_layouts(made.model, in_folder(root), check=False) as applied:
+            torch.testing.assert_close(made.model(ids).logits, want, rtol=1e-4, atol=1e-5)
+            assert applied.report()[0]["path"] == f"model.layers.0.{norm}"
+
+
+def test_a_norm_after_the_product_is_not(tmp_path: Path) -> None:
+    made = make("config:olmo2", tmp_path / "inventory")
+    root = export(made, tmp_path / "package")
+    assert {kernel.name for kernel in load_all(in_folder(root))} == {"Olmo2RMSNormKernel", "Olmo2MLPKernel"}
+
+
+def test_a_fusion_that_the_check_refuses_is_two_kernels(made: Made, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patching:
+        wrong = ("model.layers.*.input_layernorm", "model.layers.*.mlp")
+        patching.setattr(hub_fusions, "_chains", lambda *_: [wrong])
+        root = export(made, tmp_path / "apart")
+    assert {kernel.name for kernel in load_all(in_folder(root))} == {"Qwen3RMSNormKernel", "Qwen3MLPKernel"}
+    card = (root / "README.md").read_text()
+    assert (
+        "- `Qwen3RMSNorm` at `model.layers.*.input_layernorm` and `Qwen3MLP` at `model.layers.*.mlp` are not one"
+        in card
+    )
+    assert "the output of `input_layernorm`" in card
+
+
+def test_a_norm_that_the_graft_left_alone_is_not_fused(made: Made, tmp_path: Path) -> None:
+    """The fused kernel would run where the graft runs the original."""
+    patches = []
+    for patch in made.graft.patches:
+        sites = [s for s in patch.sites if not any(p.endswith("post_attention_layernorm") for p in s.instances)]
+        patches.append(patch.model_copy(update={"sites": tuple(sites) if patch.family == "rms_norm" else patch.sites}))
+    graft = made.graft.model_copy(update={"patches": tuple(p for p in patches if p.sites)})
+    root = export(made, tmp_path / "left", graft)
+    assert {kernel.name for kernel in load_all(in_folder(root))} == {"Qwen3RMSNormKernel", "Qwen3MLPKernel"}
+
+
+def test_kernels_for_a_gpu_are_a_build_for_cuda(made: Made, tmp_path: Path) -> None:
+    def on_a_gpu(solution: Solution) -> Solution:
+        guard = solution.meta.guard.model_copy(update={"devices": ("cuda",)})
+        sources = tuple(
+            s.model_copy(update={"content": f"from kernelgraft import errors\n{s.content}"}) for s in solution.sources
+        )
+        meta = solution.meta.model_copy(update={"guard": guard})
+        return solution.model_copy(update={"meta": meta, "sources": sources})
+
+    graft = with_solutions(made.graft, on_a_gpu)
+    graft = graft.model_copy(update={"model": graft.model.model_copy(update={"device": "cuda"})})
+    root = export(made, tmp_path / "cuda", graft)
+    (build,) = (root / "build").iterdir()
+    assert build.name == "torch-cuda"
+    assert json.loads((build / "metadata.json").read_text())["backend"] == {"type": "cuda"}
+    card = (root / "README.md").read_text()
+    assert "not self-contained: they call kernelgraft (`pip install 'kernelgraft'`)" in card
+    assert "the build is `torch-cuda`" in card and 'device_map="cuda")' in card
+    with pytest.raises(UsageError, match="torch-cuda"):
+        load_all(in_folder(root), device="cpu")
+    export(made, root, overwrite=True)
+    assert [path.name for path in (root / "build").iterdir()] == ["torch-universal"]
+
+
+def test_a_choice_is_remembered_for_calls_alike_in_all_that_guards_ask(package: Path) -> None:
+    load_all(in_folder(package))
+    guards = next(m for n, m in sys.modules.items() if n.startswith("kernelgraft_kernel_") and n.endswith(".guards"))
+    asked: list[Any] = []
+    chosen = guards.remembered(lambda *inputs: asked.append(inputs) or len(asked))
+    x, w = torch.ones(2, 4), torch.ones(4)
+    with torch.no_grad():
+        assert [chosen(x, w), chosen(x + 1, w)] == [1, 1]
+        others = [
+            (x[:1], w),
+            (x.double(), w),
+            (x.t().contiguous().t(), w),
+            (x, nn.Parameter(w)),
+            (x,),
+            (x.to("meta"), w),
+        ]
+        assert [chosen(*inputs) for inputs in others] == [2, 3, 4, 5, 6, 7]
+        with torch.autocast("cpu"):
+            assert chosen(x, w) == 8
+        assert chosen(x, None) == 9 and chosen(x, None) == 10, "nothing is remembered for what is no tensor"
+    assert chosen(x, w) == 11, "with gradients"
+    guards_table = guards.MOST_REMEMBERED
+    for size in range(1, guards_table + 2):
+        chosen(torch.empty(size, device="meta"))
+    before = len(asked)
+    assert chosen(x, w) > before, "a full table was emptied"
 
 
 def test_linears_are_not_merged_for_kernels_that_want_contiguous_inputs(made: Made, tmp_path: Path) -> None:
@@ -167,14 +284,14 @@ def test_linears_are_not_merged_for_kernels_that_want_contiguous_inputs(made: Ma
         return solution.model_copy(update={"meta": solution.meta.model_copy(update={"guard": guard})})
 
     root = export(made, tmp_path / "strict", with_solutions(made.graft, strict))
-    (mlp,) = [k for k in load_all(in_folder(root)) if k.name == "Qwen3MLPKernel"]
-    assert mlp.rules == ()
+    (fused,) = [k for k in load_all(in_folder(root)) if k.name == "Qwen3RMSNormMLPKernel"]
+    assert [type(rule).__name__ for rule in fused.rules] == ["WeightRenaming"] * 3
     model = models.load("tiny").model
     with torch.no_grad():
         want = model(IDS).logits
         kernelgraft.apply_layouts(model, in_folder(root), check=False)
         torch.testing.assert_close(model(IDS).logits, want, rtol=1e-5, atol=1e-5)
-    assert hasattr(model.model.layers[0].mlp, "gate_proj")
+    assert hasattr(model.model.layers[0].post_attention_layernorm, "gate_proj")
 
 
 def test_the_flags_are_what_was_measured(made: Made, tmp_path: Path) -> None:
@@ -200,7 +317,7 @@ def test_the_flags_are_what_was_measured(made: Made, tmp_path: Path) -> None:
         patching.setattr(hub_package.hub_trial, "fits", lambda *_: [])
         root = export(made, tmp_path / "broken", made_wrong)
     flags = {k.name: (k.has_backward, k.can_torch_compile) for k in load_all(in_folder(root))}
-    assert flags == {"Qwen3RMSNormKernel": (False, True), "Qwen3MLPKernel": (True, False)}
+    assert flags == {"Qwen3RMSNormKernel": (False, True), "Qwen3RMSNormMLPKernel": (False, False)}
 
 
 def test_a_class_that_does_not_fit_is_left_out(made: Made, tmp_path: Path) -> None:
@@ -236,7 +353,7 @@ def test_kernels_of_a_package_that_is_missing_leave_the_original(made: Made, tmp
         return solution.model_copy(update={"sources": sources})
 
     root = export(made, tmp_path / "foreign", with_solutions(made.graft, foreign))
-    assert "need no_such_package;" in (root / "README.md").read_text()
+    assert "they call no_such_package. Without it" in (root / "README.md").read_text()
     model = models.load("tiny").model
     with torch.no_grad():
         want = model(IDS).logits
@@ -281,10 +398,11 @@ torch.set_num_threads(1)
 devices.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")
 ids = torch.arange(3, 15)[None]
 plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-mapping = {key: (value, {"revision": "local"}) for key, (value, _) in json.load(open(f"{root}/kernels.json"))}
+key_of = lambda key: key if isinstance(key, str) else tuple(map(tuple, key))
+mapping = {key_of(key): (value, {"revision": "local"}) for key, (value, _) in json.load(open(f"{root}/kernels.json"))}
 config = KernelConfig(mapping, inherit_mapping=False)
 ours = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, use_kernels=True, kernel_config=config)
-layers = sys.modules[type(ours.model.layers[0].mlp).__module__]
+layers = sys.modules[type(ours.model.layers[0].post_attention_layernorm).__module__]
 served = []
 choose = layers.gated_mlp.choose_1
 layers.gated_mlp.choose_1 = lambda *inputs: served.append(choose(*inputs)) or served[-1]
@@ -312,6 +430,6 @@ def test_it_loads_through_kernel_config(package: Path, tmp_path: Path) -> None:
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     runs, difference, trained, served = json.loads(done.stdout.splitlines()[-1])
-    assert runs == ["Qwen3MLPKernel.forward", "Qwen3RMSNormKernel.forward"]
-    assert difference < 1e-4 and trained < 1e-4 and served > 0
+    assert runs == ["Qwen3RMSNormKernel.forward", "Qwen3RMSNormMLPKernel.forward"]
+    assert difference < 1e-4 and trained < 1e-4 and served == 6, "each of three layers, twice"
     assert_same_weights(tmp_path)

@@ -160,16 +160,18 @@ def _hub(
     there = [p for p in root.iterdir() if not p.name.startswith(".export-")]
     if there and not overwrite:
         raise UsageError(f"`{root}` exists and is not empty; give another destination, or overwrite it")
-    variant = root / "build" / hub_package.VARIANT
-    for path in (variant / "layers.py", root / "README.md"):
+    variants = [root / "build" / variant for variant in hub_package.VARIANTS]
+    for path in (*(variant / "layers.py" for variant in variants), root / "README.md"):
         if path.exists() and hub_package.HEADER not in path.read_text(encoding="utf-8", errors="replace"):
             raise UsageError(f"`{path}` was not written by an export and is kept; give another destination")
     hub_package.write(graft, stage, repo=name, inventory=inventory, config=config)
     files = _listed(stage, root)
     (root / "build").mkdir(exist_ok=True)
-    if variant.exists():
-        os.replace(variant, stage.parent / "replaced")
-    os.replace(stage / "build" / hub_package.VARIANT, variant)
+    for variant in variants:
+        if variant.exists():
+            os.replace(variant, stage.parent / f"replaced-{variant.name}")
+        if (stage / "build" / variant.name).exists():
+            os.replace(stage / "build" / variant.name, variant)
     for path in [p for p in stage.iterdir() if p.is_file()]:
         os.replace(path, root / path.name)
     return files

@@ -73,7 +73,14 @@ def build(compute: Compute, graft: Graft, modules: dict[str, str], functions: li
     family = families.get(compute.family)
     compute.merged.bound["torch"] = "import torch"
     compute.merged.taken |= {"torch", "Any", "Callable", "Handle", "Seat", "Target", "needs_gradient", "plain"}
-    compute.merged.taken |= {"SELECTS", "importlib", "size_of", "targets", f"monkey_patch_{compute.family}"}
+    compute.merged.taken |= {
+        "SELECTS",
+        "importlib",
+        "remembered",
+        "size_of",
+        "targets",
+        f"monkey_patch_{compute.family}",
+    }
     references: list[str] = []
     kernels: list[str] = []
     guards: list[str] = []

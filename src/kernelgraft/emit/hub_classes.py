@@ -49,6 +49,20 @@ class HubClass:
     can_torch_compile: bool = False
     paths: list[str] = field(default_factory=list)
     """Modules of the model that the graft patched."""
+    alone: bool = True
+    """False if fusions take all its modules: it then needs no kernel of its own."""
+    tried: str | None = None
+    """A module that fusions leave to it."""
+
+    @property
+    def key(self) -> str:
+        """What its kernel is given for in a set of kernels."""
+        return self.owner
+
+    @property
+    def place(self) -> str:
+        """Its key in words."""
+        return f"`{self.owner}`"
 
 
 def classes_of(compute: code.Compute, skipped: list[str]) -> list[HubClass]:

@@ -1,9 +1,9 @@
-"""A graft's module patches as a package of two-class kernels: `build/torch-universal/`, a README card, kernels.json.
+"""A graft's module patches as a package of two-class kernels: `build/<variant>/`, a README card, kernels.json.
 
 A kernel class is made for each class of modules that the graft patched: its forward is the graft's dispatch (guards
-included), its Layout the original class, where that is exact with linears merged that read the same input. What the
-package says of itself is tried before it is written: the check of Layouts on the model's configuration, gradients and
-tracing on a small model.
+included), its Layout the original class, where that is exact with linears merged that read the same input. A norm and
+the gated product that it feeds become one kernel. What the package says of itself is tried before it is written: the
+check of Layouts on the model's configuration, gradients and tracing on a small model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from transformers import PreTrainedConfig
 from kernelgraft.emit import computes as code
 from kernelgraft.emit import hub_trial, monkey_patch, testing
 from kernelgraft.emit.hub_classes import HubClass, classes_of, plan_merges
+from kernelgraft.emit.hub_fusions import HubFusion, plan_fusions, settle
 from kernelgraft.emit.monkey_patch import HEADER, VERSION
 from kernelgraft.errors import UsageError
 from kernelgraft.layouts.findings import Finding
 from kernelgraft.records import Graft, Patch, Solution
 from kernelgraft.store import Inventory
 
-VARIANT = "torch-universal"
+VARIANTS = {"torch-cuda": "cuda", "torch-universal": "cpu"}
+"""Builds of plain Python, and what their metadata says of the device: the first is for kernels that only run on a GPU.
+"""
 PACKAGE_VERSION = 1
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z][\w.-]*[A-Za-z0-9]")
 
@@ -42,8 +45,8 @@ def check_repo(repo: str | None) -> str:
 def write(graft: Graft, stage: Path, *, repo: str, inventory: Inventory | None, config: Any = None) -> None:
     """Write the package into the folder `stage`. UsageError if nothing can be exported, or it does not fit the model.
 
-    Where merged linears do not fit, the Layouts keep the modules as they are; a class that does not fit is left out.
-    The card says why.
+    Where a fusion does not fit, its parts are kernels of their own; where merged linears do not, the Layouts keep the
+    modules as they are; a class that does not fit is left out. The card says why.
     """
     skipped: list[str] = []
     patches = [_of_modules(patch, skipped) for patch in graft.accepted]
@@ -62,10 +65,21 @@ def write(graft: Graft, stage: Path, *, repo: str, inventory: Inventory | None, 
     full = testing.configuration(graft, inventory, config)
     small = testing.small(full, [site for p in chosen for site in p.sites])
     plan_merges(classes, built, graft, full)
+    fusions = plan_fusions(classes, full)
     device = graft.model.device.partition(":")[0]
-    notes = _fitting(classes, stage, full, lambda: _files(graft, repo, built, classes, [], skipped), device, skipped)
-    how = hub_trial.measure(stage / "build" / VARIANT, classes, small, graft.model)
-    _put_all(stage, _files(graft, repo, built, classes, notes, skipped, how))
+
+    def draft() -> dict[str, str]:
+        return _files(graft, repo, built, classes, fusions, [], skipped)
+
+    notes = _fitting(classes, fusions, stage, full, draft, device, skipped)
+    how = hub_trial.measure(stage, _kernels(classes, fusions), small, graft.model)
+    _put_all(stage, _files(graft, repo, built, classes, fusions, notes, skipped, how))
+
+
+def _kernels(classes: Sequence[HubClass], fusions: Sequence[HubFusion]) -> list[HubClass | HubFusion]:
+    """What the package offers: fusions, and the classes that they leave modules to."""
+    settle(classes, fusions)
+    return [*fusions, *(one for one in classes if one.alone)]
 
 
 def _of_modules(patch: Patch, skipped: list[str]) -> Patch | None:
@@ -79,22 +93,34 @@ def _of_modules(patch: Patch, skipped: list[str]) -> Patch | None:
 
 def _fitting(
     classes: list[HubClass],
+    fusions: list[HubFusion],
     stage: Path,
     config: PreTrainedConfig,
     files: Callable[[], dict[str, str]],
     device: str,
     skipped: list[str],
 ) -> list[str]:
-    """Write what fits the model: with merged linears, else without, else without the class; what the check then says.
+    """Write what fits the model; what the check then says. What does not fit is fused no more, then merged no more,
+    then left out.
 
-    `classes` loses those that do not fit; UsageError if none is left.
+    `fusions` and `classes` lose those that do not fit; UsageError if none is left.
     """
     while True:
         _put_all(stage, files())
-        found = hub_trial.fits(stage, classes, config, device)
+        found = hub_trial.fits(stage, _kernels(classes, fusions), config, device)
         wrong = [f for f in found if f.severity != "note"]
         if not wrong:
             return [str(f) for f in found]
+        if apart := [one for one in fusions if any(f.kernel == one.name for f in wrong)]:
+            for fusion in apart:
+                reason = next(str(f) for f in wrong if f.kernel == fusion.name)
+                skipped.append(f"{fusion.place} are not one kernel: {reason}")
+                fusions.remove(fusion)
+            continue
+        if fusions and not any(_speaks_of(f, one) for f in wrong for one in classes):
+            skipped.append(f"norms and gated products are not one kernel: {wrong[0]}")
+            fusions.clear()
+            continue
         guilty = [one for one in classes if any(_speaks_of(f, one) for f in wrong)]
         merged = [one for one in guilty if one.merge]
         for one in merged or guilty:
@@ -105,6 +131,7 @@ def _fitting(
             else:
                 skipped.append(f"{one.family} of `{one.owner}`: {reason}")
                 classes.remove(one)
+                fusions[:] = [fusion for fusion in fusions if one not in (fusion.norm, fusion.mlp)]
         if not classes or not guilty:
             raise UsageError(f"the package does not fit the graft's model: {wrong[0]}")
 
@@ -123,11 +150,13 @@ def _files(
     repo: str,
     built: Sequence[code.Compute],
     classes: Sequence[HubClass],
+    fusions: Sequence[HubFusion],
     notes: Sequence[str],
     skipped: Sequence[str],
     how: str = "not measured",
 ) -> dict[str, str]:
     render = monkey_patch.render
+    kernels = _kernels(classes, fusions)
     used = [compute for compute in built if any(one.family == compute.family for one in classes)]
     common = {
         "header": f"{HEADER} {VERSION}.",
@@ -138,6 +167,8 @@ def _files(
         "dtype": graft.model.dtype,
         "device": graft.machine.gpu if graft.model.device.startswith("cuda") else graft.machine.cpu,
         "classes": classes,
+        "fusions": fusions,
+        "kernels": [{"value": one, "key": _written(one.key)} for one in kernels],
         "version": PACKAGE_VERSION,
         "families": [compute.family for compute in used],
     }
@@ -168,24 +199,48 @@ def _files(
             build |= {f"{name}/{source.path}": source.content for source in solution.sources}
     seated = [graft.solutions[s] for compute in used for p in compute.patches for s in p.solutions]
     licence = " and ".join(sorted({solution.meta.licence.lower() for solution in seated}))
-    build["metadata.json"] = json.dumps(_metadata(repo, licence, build), indent=2) + "\n"
+    variant = _variant(seated)
+    build["metadata.json"] = json.dumps(_metadata(repo, licence, build, variant), indent=2) + "\n"
     card = {
         **common,
         "licence": licence,
         "needs": sorted(needs - {"triton"}),
+        "install": _install(needs, seated),
+        "gpu_only": VARIANTS[variant] == "cuda",
         "measured_how": how,
         "measured": [monkey_patch.measured_lines(compute, graft) for compute in used],
         "evidence": _evidence(graft, seated, notes),
         "skipped": skipped,
     }
     pin = {"version": PACKAGE_VERSION, "trust_remote_code": True}
-    entries = [[one.owner, [f"{repo}:{one.name}", pin]] for one in classes]
-    files = {f"build/{VARIANT}/{name}": text for name, text in build.items()}
+    entries = [[one.key, [f"{repo}:{one.name}", pin]] for one in kernels]
+    files = {f"build/{variant}/{name}": text for name, text in build.items()}
     files["kernels.json"] = json.dumps(entries, indent=2) + "\n"
     return {**files, "README.md": render("hub_readme.md.j2", card)}
 
 
-def _metadata(repo: str, licence: str, build: dict[str, str]) -> dict[str, Any]:
+def _variant(seated: Sequence[Solution]) -> str:
+    """The name of the build: kernels that all want a GPU make one for CUDA, others one for any device."""
+    devices = {device for solution in seated for device in solution.meta.guard.devices}
+    return "torch-cuda" if devices == {"cuda"} else "torch-universal"
+
+
+def _written(key: Any) -> str:
+    """A key of a set of kernels as Python."""
+    if isinstance(key, str):
+        return json.dumps(key)
+    return f"({', '.join(f'({json.dumps(owner)}, {json.dumps(path)})' for owner, path in key)})"
+
+
+def _install(needs: set[str], seated: Sequence[Solution]) -> str | None:
+    """How what the kernels call is installed; None if that is nothing of ours."""
+    if "kernelgraft" not in needs:
+        return None
+    extra = "[cutile]" if any(solution.spec.language == "cuda-tile" for solution in seated) else ""
+    return f"pip install 'kernelgraft{extra}'"
+
+
+def _metadata(repo: str, licence: str, build: dict[str, str], variant: str) -> dict[str, Any]:
     name = re.sub(r"[^a-z0-9]+", "-", repo.partition("/")[2].lower()).strip("-")
     digest = hashlib.sha256("\0".join(f"{path}\0{text}" for path, text in sorted(build.items())).encode()).hexdigest()
     return {
@@ -194,7 +249,7 @@ def _metadata(repo: str, licence: str, build: dict[str, str]) -> dict[str, Any]:
         "version": PACKAGE_VERSION,
         "license": licence,
         "python-depends": [],
-        "backend": {"type": "cpu"},
+        "backend": {"type": VARIANTS[variant]},
     }
 
 

@@ -21,43 +21,45 @@ from kernelgraft.records import ModelCard
 
 if TYPE_CHECKING:
     from kernelgraft.emit.hub_classes import HubClass
+    from kernelgraft.emit.hub_fusions import HubFusion
 
 # relRMSE up to which two gradients of one compute are the same.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def keys(root: Path, classes: Sequence[HubClass]) -> dict[str, str]:
+def keys(root: Path, kernels: Sequence[HubClass | HubFusion]) -> dict[Any, str]:
     """The kernels of a package in a folder, as KernelSet takes them."""
-    return {one.owner: f"{root}:{one.name}" for one in classes}
+    return {one.key: f"{root}:{one.name}" for one in kernels}
 
 
-def fits(root: Path, classes: Sequence[HubClass], config: PreTrainedConfig, device: str) -> list[Finding]:
+def fits(root: Path, kernels: Sequence[HubClass | HubFusion], config: PreTrainedConfig, device: str) -> list[Finding]:
     """What the check of Layouts says of a package on the model that its graft was made for."""
-    return check(keys(root, classes), config, device=device)
+    return check(keys(root, kernels), config, device=device)
 
 
-def measure(root: Path, classes: Sequence[HubClass], config: PreTrainedConfig, card: ModelCard) -> str:
-    """Set `has_backward` and `can_torch_compile` of each class by trying; how it was done, in words.
+def measure(root: Path, kernels: Sequence[HubClass | HubFusion], config: PreTrainedConfig, card: ModelCard) -> str:
+    """Set `has_backward` and `can_torch_compile` of each kernel by trying; how it was done, in words.
 
-    A class has a backward if its gradients are those of its Layout's own forward, and can be compiled if torch.compile
+    A kernel has a backward if its gradients are those of its Layout's own forward, and can be compiled if torch.compile
     traces its forward without a break, to the same result.
     """
     device = card.device.partition(":")[0]
     if device == "cuda" and not torch.cuda.is_available():
-        for one in classes:
+        for one in kernels:
             # Calls that a kernel has no gradient for run the original: its guard says so.
             one.has_backward, one.can_torch_compile = True, False
         return "not measured, for want of a GPU: gradients hold by the guards, tracing is not claimed"
     dtype = torch_dtype(card.dtype)
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    # Built on its device: a wide model takes long on a CPU. Every value is then drawn anew.
+    with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     randomise(model, 0)
-    loaded = load_all(keys(root, classes), device=device)
+    loaded = load_all(keys(root, kernels), device=device)
+    paths = [one.tried or one.paths[0] for one in kernels]
     with apply_layouts(model, loaded, check=False):
-        calls = _calls(model, [one.paths[0] for one in classes])
-        for one, kernel in zip(classes, loaded, strict=True):
-            module, inputs = model.get_submodule(one.paths[0]), calls[one.paths[0]]
+        calls = _calls(model, paths)
+        for one, path, kernel in zip(kernels, paths, loaded, strict=True):
+            module, inputs = model.get_submodule(path), calls[path]
             layout = kernel.layout
             assert layout is not None
             ours, own = _bound(kernel.kernel.forward, module), _bound(layout.forward, module)
