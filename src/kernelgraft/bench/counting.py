@@ -60,6 +60,8 @@ def _twin(model: Any) -> Any:
         with quiet(), torch.device("meta"):
             config = copy.deepcopy(model.config)
             twin = type(model)._from_config(config, dtype=model.dtype).eval()
+            # One product a token and expert: neither a loop over the experts that are hit nor a kernel of one dtype.
+            twin.set_experts_implementation("batched_mm")
     except Exception:  # quantised, adapted or hand-made: the model itself is run
         return None
     return twin if _sizes(twin) == _sizes(model) else None
