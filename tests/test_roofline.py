@@ -149,7 +149,7 @@ def test_a_batch_reads_the_expected_number_of_distinct_experts() -> None:
         assert found.bytes_per_step - one_token.bytes_per_step == pytest.approx(
             3 * (distinct - 4) * one + cache + rows, rel=1e-3
         )
-        assert found.flops_per_step == pytest.approx(batch * one_token.flops_per_step, rel=1e-6)
+        assert found.flops_per_step == pytest.approx(batch * one_token.flops_per_step, rel=1e-4)
 
 
 def test_products_of_experts_count_for_each_choice() -> None:
