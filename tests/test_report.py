@@ -13,8 +13,10 @@ from report_samples import (
     ALONE,
     BENCH,
     GRAFT,
+    GRAFTED,
     MACHINE,
     MODEL,
+    ORIGINAL,
     PLAN,
     five,
     grafted,
@@ -27,7 +29,7 @@ from report_samples import (
 from rich.console import Console
 
 from kernelgraft import report
-from kernelgraft.bench.result import Comparison, Divergence, Outputs, PatchCalls
+from kernelgraft.bench.result import Comparison, Contender, Divergence, Outputs, PatchCalls
 from kernelgraft.records import Plan, Research, ResearchRow
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.base import Listing
@@ -196,7 +198,19 @@ def test_every_contender_has_a_row_and_a_failed_one_its_reason() -> None:
     assert next(row for row in rows if row[:1] == ["tilegym"])[-1] == "failed"
     lines = report.bench_lines(five())
     assert "tilegym:        failed: tilegym has no patch for `b`" in lines
-    assert "kernelgraft is 0.081x of the fastest other contender, liger" in lines
+    assert "kernelgraft over the fastest peer, liger: 0.081x" in lines
+    assert "kernelgraft over static-compile: 0.250x" in lines
+
+
+def test_a_ratio_over_a_peer_has_an_interval_where_there_are_rounds() -> None:
+    def rounds(*speeds: float) -> Any:
+        one = side(sum(speeds) / len(speeds))
+        return one.model_copy(update={"runs": tuple(one.runs[0].model_copy(update={"tokens_per_s": s}) for s in speeds)})
+
+    peer = Contender(name="liger", side=rounds(100.0, 110.0, 90.0))
+    ours = GRAFTED.model_copy(update={"side": rounds(200.0, 220.0, 180.0)})
+    lines = report.bench_lines(BENCH.model_copy(update={"contenders": (ORIGINAL, peer, ours)}))
+    assert "kernelgraft over the fastest peer, liger: 2.000x, 95 % interval 2.000 to 2.000" in lines
 
 
 def test_the_coverage_line_is_for_whoever_has_cutile_kernels() -> None:

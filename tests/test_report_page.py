@@ -14,8 +14,7 @@ from report_samples import ALONE, BENCH, GRAFT, PLAN, five, on_a_gpu, trace
 from kernelgraft import cli, report
 from kernelgraft.bench.result import BenchResult, Share
 from kernelgraft.errors import UsageError
-from kernelgraft.report import plots
-from kernelgraft.report.page import page
+from kernelgraft.report import Job, drawings, page, plots
 from kernelgraft.store import Inventory
 
 needs_matplotlib = pytest.mark.skipif(not plots.can_plot(), reason=plots.NO_PLOTS)
@@ -69,25 +68,25 @@ def contrast(a: str, b: str) -> float:
 
 @needs_matplotlib
 def test_every_plot_is_written(tmp_path: Path) -> None:
-    files = report.write_plots(tmp_path / "plots", GRAFT, on_a_gpu())
+    files = report.write_plots(tmp_path / "plots", Job(GRAFT, PLAN, on_a_gpu()))
     assert sorted(files) == PLOTS
     for file in files.values():
         data = Path(file).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5000
         width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
-        assert width == plots.WIDTH * plots.PNG_DPI and height > 200
+        assert width == drawings.WIDTH * plots.PNG_DPI and height > 200
 
 
 @needs_matplotlib
 def test_what_is_not_known_is_not_drawn() -> None:
-    assert sorted(plots.figures_of(GRAFT, BENCH)) == ["computes", "throughput"]
-    assert sorted(plots.figures_of(None, ALONE)) == ["throughput"]
-    assert plots.figures_of(GRAFT.model_copy(update={"patches": GRAFT.patches[1:]}), None) == {}
+    assert sorted(plots.figures_of(Job(GRAFT, PLAN, BENCH))) == ["computes", "throughput"]
+    assert sorted(plots.figures_of(Job(bench=ALONE))) == ["throughput"]
+    assert plots.figures_of(Job(GRAFT.model_copy(update={"patches": GRAFT.patches[1:]}))) == {}
 
 
 @needs_matplotlib
 def test_a_plot_says_its_figures_to_those_who_do_not_see_it() -> None:
-    drawn = plots.figures_of(GRAFT, on_a_gpu())
+    drawn = plots.figures_of(Job(GRAFT, PLAN, on_a_gpu()))
     said = {name: text for name, (text, _) in drawn.items()}
     assert "eager 800, static-compile 4000, tilegym failed, liger 780, kernelgraft 1000" in said["throughput"]
     assert "model.layers.*.mlp 200 to 100" in said["modules_decode"]
@@ -98,7 +97,7 @@ def test_a_plot_says_its_figures_to_those_who_do_not_see_it() -> None:
 
 @needs_matplotlib
 def test_the_bars_are_the_figures() -> None:
-    drawn = plots.figures_of(GRAFT, on_a_gpu())
+    drawn = plots.figures_of(Job(GRAFT, PLAN, on_a_gpu()))
     widths = [bar.get_width() for bar in drawn["throughput"][1].axes[0].patches]
     assert widths == [800.0, 4000.0, 0.0, 780.0, 1000.0]
     points = {line.get_label(): line.get_xydata()[0].tolist() for line in drawn["roofline"][1].axes[0].lines[1:]}
@@ -113,36 +112,36 @@ def test_small_modules_are_added_up_and_nothing_is_lost() -> None:
         shares = [Share(name="x", path=f"m{i}", time_us=scale * (40 - i), percent=1, calls=1) for i in range(20)]
         return trace("prefill").model_copy(update={"modules": tuple(shares), "kernel_us": scale * 700.0})
 
-    rows = plots.module_times(many(1.0), many(0.5))
-    assert len(rows) == plots.MOST_MODULES + 1
+    rows = drawings.module_times(many(1.0), many(0.5))
+    assert len(rows) == drawings.MOST_MODULES + 1
     assert rows[0] == ("m0", 40.0, 20.0)
-    assert rows[-1][0] == plots.REST
+    assert rows[-1][0] == drawings.REST
     assert sum(row[1] for row in rows) == pytest.approx(700.0)
     assert sum(row[2] for row in rows) == pytest.approx(350.0)
 
 
 def test_decode_is_shown_for_one_step() -> None:
-    rows = dict((name, old) for name, old, _ in plots.module_times(trace("decode"), trace("decode")))
+    rows = dict((name, old) for name, old, _ in drawings.module_times(trace("decode"), trace("decode")))
     assert rows["lm_head"] == 300.0
 
 
 @needs_matplotlib
 def test_a_name_is_no_formula() -> None:
     model = BENCH.model.model_copy(update={"name": r"a$\b$_{c} <b>"})
-    drawn = plots.figures_of(None, on_a_gpu().model_copy(update={"model": model}))
+    drawn = plots.figures_of(Job(bench=on_a_gpu().model_copy(update={"model": model})))
     text = plots.svg("roofline", "r", drawn["roofline"][1])
     assert r"a$\b$_{c} &lt;b&gt;" in text
 
 
 @pytest.mark.parametrize("page_colour", ["#ffffff", "#14171a"])
 def test_bars_stand_out_on_light_and_dark(page_colour: str) -> None:
-    for colour in (*plots.COLOURS.values(), plots.OTHER_COLOUR, plots.FAINT):
+    for colour in (*drawings.COLOURS.values(), drawings.OTHER_COLOUR, drawings.FAINT):
         assert contrast(colour, page_colour) >= 3, colour
 
 
 @needs_matplotlib
 def test_the_same_records_draw_the_same_picture() -> None:
-    first, second = (plots.svg("t", "t", plots.figures_of(None, five())["throughput"][1]) for _ in range(2))
+    first, second = (plots.svg("t", "t", plots.figures_of(Job(bench=five()))["throughput"][1]) for _ in range(2))
     assert first == second
 
 
@@ -151,7 +150,7 @@ def test_the_same_records_draw_the_same_picture() -> None:
 
 @needs_matplotlib
 def test_the_page_needs_nothing_else_and_can_be_read_by_all() -> None:
-    found = Reader(page(GRAFT, PLAN, on_a_gpu()))
+    found = Reader(page(Job(GRAFT, PLAN, on_a_gpu())))
     assert [a["lang"] for a in found.all("html")] == ["en"]
     assert not found.all("script") and not found.all("img")
     for _, attributes in found.tags:
@@ -171,7 +170,7 @@ def test_the_page_needs_nothing_else_and_can_be_read_by_all() -> None:
 
 
 def test_the_page_holds_the_agreed_words_and_all_figures() -> None:
-    text = "".join(Reader(page(GRAFT, PLAN, on_a_gpu())).text)
+    text = "".join(Reader(page(Job(GRAFT, PLAN, on_a_gpu()))).text)
     for said in (
         "Average throughput: 1000.00 ± 2.00 tokens/sec",
         ">>> cuTile Kernel Coverage (GPU Time):    49.21% <<<",
@@ -189,7 +188,7 @@ def test_the_page_holds_the_agreed_words_and_all_figures() -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_on_light_and_dark(scheme: str) -> None:
-    blocks = re.findall(r":root \{(.*?)\}", page(GRAFT, None, None), re.DOTALL)
+    blocks = re.findall(r":root \{(.*?)\}", page(Job(GRAFT)), re.DOTALL)
     colours = dict(re.findall(r"--(\w+): (#\w{6})", blocks[0 if scheme == "light" else 1]))
     for ink in ("ink", "faint", "accent"):
         for behind in ("page", "panel"):
@@ -202,7 +201,7 @@ def test_what_looks_like_markup_is_text() -> None:
     eager, *_, ours = five().contenders
     failed = ours.model_copy(update={"side": None, "failure": bad, "comparison": None, "outputs": None})
     bench = BENCH.model_copy(update={"contenders": (eager, failed), "model": graft.model})
-    found = Reader(page(graft, PLAN, bench))
+    found = Reader(page(Job(graft, PLAN, bench)))
     assert not found.all("script")
     assert f"failed: {bad}" in "".join(found.text)
 
@@ -211,19 +210,19 @@ def test_a_page_of_what_there_is() -> None:
     def headings(text: str) -> list[str]:
         return re.findall(r"<h2[^>]*>(.*?)</h2>", text)
 
-    assert headings(page(GRAFT, None, None)) == ["Computes", "Verdicts"]
-    assert headings(page(None, None, ALONE)) == ["Contenders", "What ran in each process"]
+    assert headings(page(Job(GRAFT))) == ["Computes", "Verdicts"]
+    assert headings(page(Job(bench=ALONE))) == ["Contenders", "What ran in each process"]
     with pytest.raises(ValueError):
-        page(None, PLAN, None)
+        page(Job(plan=PLAN))
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plots, "can_plot", lambda: False)
-    text = page(GRAFT, PLAN, on_a_gpu())
+    text = page(Job(GRAFT, PLAN, on_a_gpu()))
     assert "pip install &#39;kernelgraft[plots]&#39;" in text
     assert "<svg" not in text
     with pytest.raises(UsageError, match="kernelgraft\\[plots\\]"):
-        report.write_plots(tmp_path, GRAFT, BENCH)
+        report.write_plots(tmp_path, Job(GRAFT, PLAN, BENCH))
 
 
 # --- the verb ---

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kernelgraft.report.benches import bench_lines, bench_table, throughput_line
-from kernelgraft.report.files import read, write, write_page, write_plots
+from kernelgraft.report.documents import markdown
+from kernelgraft.report.files import job_tables, write, write_page, write_plots
 from kernelgraft.report.grafts import graft_line, graft_table, leading_seats, leading_solution
+from kernelgraft.report.job import Job, read
 from kernelgraft.report.kernels import compile_table, tuning_table
-from kernelgraft.report.markdown import markdown
-from kernelgraft.report.page import page
+from kernelgraft.report.pages import page
 from kernelgraft.report.plots import NO_PLOTS, can_plot
 from kernelgraft.report.results import result
 from kernelgraft.report.tables import doctor_table, inventory_table, plan_table, research_table
@@ -16,6 +17,7 @@ from kernelgraft.report.wording import figure_text, short_name, site_name, varia
 
 __all__ = [
     "NO_PLOTS",
+    "Job",
     "bench_lines",
     "bench_table",
     "can_plot",
@@ -25,6 +27,7 @@ __all__ = [
     "graft_line",
     "graft_table",
     "inventory_table",
+    "job_tables",
     "leading_seats",
     "leading_solution",
     "markdown",

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kernelgraft.bench import stats
+from kernelgraft.bench.names import COMPILED, GRAFTED
 from kernelgraft.bench.result import BenchResult, Contender, Divergence, Outputs, Side
 from kernelgraft.report.traces import gpu_tables
 from kernelgraft.report.wording import UNKNOWN, figures, make_table, model_title, number
@@ -65,8 +67,7 @@ def bench_lines(bench: BenchResult) -> list[str]:
         lines.append(f"{contender.name + ':':<{width}} {said}")
     for contender in bench.contenders[1:]:
         lines += _comparison_lines(contender)
-    if (line := against_peers(bench)) is not None:
-        lines.append(line)
+    lines += against_others(bench)
     if len(bench.contenders) == 1:
         lines.append("no graft and no peer: only the original ran")
     if bench.coverage is not None:
@@ -105,15 +106,25 @@ def divergence_text(d: Divergence) -> str:
     return f"first difference at new token {d.position} of sequence {d.sequence}{margin}{apart}"
 
 
-def against_peers(bench: BenchResult) -> str | None:
-    """The graft over the fastest other contender that is not the original; None without a graft or a peer."""
+def against_others(bench: BenchResult) -> Iterable[str]:
+    """The graft over the fastest peer's patch and over transformers' own compiled path, one line each."""
     graft = bench.grafted
-    peers = [(c.side, c.name) for c in bench.contenders[1:] if c.side is not None and c.name != "kernelgraft"]
-    if graft is None or not peers:
-        return None
-    best, name = max(peers, key=lambda peer: peer[0].tokens_per_s.mean)
-    ratio = graft.tokens_per_s.mean / best.tokens_per_s.mean
-    return f"kernelgraft is {ratio:.3f}x of the fastest other contender, {name}"
+    others = {c.name: c.side for c in bench.contenders[1:] if c.side is not None and c.name != GRAFTED}
+    if graft is None:
+        return
+    peers = [name for name in others if name != COMPILED]
+    if peers:
+        best = max(peers, key=lambda name: others[name].tokens_per_s.mean)
+        yield f"{GRAFTED} over the fastest peer, {best}: {_ratio_text(others[best], graft, bench.setting.seed)}"
+    if COMPILED in others:
+        yield f"{GRAFTED} over {COMPILED}: {_ratio_text(others[COMPILED], graft, bench.setting.seed)}"
+
+
+def _ratio_text(other: Side, graft: Side, seed: int) -> str:
+    ratio = f"{graft.tokens_per_s.mean / other.tokens_per_s.mean:.3f}x"
+    runs = [[run.tokens_per_s for run in side.runs] for side in (other, graft)]
+    interval = stats.ratio_interval(*runs, seed=seed) if len(runs[0]) == len(runs[1]) else None
+    return ratio + ("" if interval is None else f", 95 % interval {interval[0]:.3f} to {interval[1]:.3f}")
 
 
 def throughput_line(side: Side) -> str:

@@ -1,16 +1,21 @@
-"""Reports as files beside the records."""
+"""Reports of a whole job: on the terminal, and as files beside the records."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from rich.console import RenderableType
+
 from kernelgraft.bench.result import BenchResult
-from kernelgraft.errors import UsageError
 from kernelgraft.records import Graft, Plan
 from kernelgraft.report import plots
-from kernelgraft.report.markdown import markdown
-from kernelgraft.report.page import page
+from kernelgraft.report.benches import bench_table
+from kernelgraft.report.cells import cells_table
+from kernelgraft.report.documents import markdown
+from kernelgraft.report.grafts import graft_table
+from kernelgraft.report.job import Job
+from kernelgraft.report.pages import page
 from kernelgraft.report.results import result
 from kernelgraft.store import Inventory, write_atomic
 
@@ -27,23 +32,24 @@ def write(inventory: Inventory, graft: Graft, plan: Plan | None, bench: BenchRes
     return files
 
 
-def read(inventory: Inventory) -> tuple[Graft | None, Plan | None, BenchResult | None]:
-    """The records of a job that there are. Raises UsageError if there is neither a graft nor a benchmark."""
-    graft = inventory.load_record("graft", Graft) if inventory.has_record("graft") else None
-    plan = inventory.load_record("plan", Plan) if inventory.has_record("plan") else None
-    bench = inventory.load_record("bench", BenchResult) if inventory.has_record("bench") else None
-    if graft is None and bench is None:
-        root = inventory.root
-        raise UsageError(f"`{root}` has no graft and no benchmark: run `kernelgraft run MODEL --out {root}` first")
-    return graft, plan, bench
+def job_tables(job: Job) -> list[RenderableType]:
+    """Everything that the job has, for a terminal."""
+    shown: list[RenderableType] = []
+    if job.cells is not None:
+        shown.append(cells_table(job.cells))
+    if job.graft is not None:
+        shown.append(graft_table(job.graft))
+    if job.bench is not None:
+        shown.append(bench_table(job.bench))
+    return shown
 
 
-def write_page(file: Path, graft: Graft | None, plan: Plan | None, bench: BenchResult | None) -> str:
+def write_page(file: Path, job: Job) -> str:
     """Write the job as one HTML page; returns its name."""
-    write_atomic(file, page(graft, plan, bench))
+    write_atomic(file, page(job))
     return str(file)
 
 
-def write_plots(folder: Path, graft: Graft | None, bench: BenchResult | None) -> dict[str, str]:
+def write_plots(folder: Path, job: Job) -> dict[str, str]:
     """Write what can be drawn as PNG files; returns them by name. Raises UsageError without matplotlib."""
-    return plots.write_pngs(plots.figures_of(graft, bench), folder)
+    return plots.write_pngs(plots.figures_of(job), folder)

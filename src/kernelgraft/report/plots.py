@@ -1,4 +1,4 @@
-"""The benchmark as plots: PNG files for a document, SVG for the page. Needs matplotlib, the optional extra `plots`."""
+"""Plots as PNG files for a document and as SVG for the page. Needs matplotlib, the optional extra `plots`."""
 
 from __future__ import annotations
 
@@ -9,32 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelgraft.bench.result import BenchResult, Trace
 from kernelgraft.errors import UsageError
-from kernelgraft.records import Graft
-from kernelgraft.report.grafts import leading_seats
-from kernelgraft.report.traces import NO_PATH, roofline_of, step_ms, trace_of
-from kernelgraft.report.wording import REGIMES, figures
+from kernelgraft.report import drawings
+from kernelgraft.report.drawings import FAINT, INK
+from kernelgraft.report.job import Job
+from kernelgraft.report.wording import REGIMES
 from kernelgraft.store import write_atomic
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NO_PLOTS = "no plots without matplotlib: pip install 'kernelgraft[plots]'"
-COLOURS = {
-    "eager": "#868e96",
-    "static-compile": "#4c78c8",
-    "tilegym": "#d9480f",
-    "liger": "#a855c7",
-    "kernelgraft": "#12876f",
-}
-OTHER_COLOUR = "#9c7a1c"
-BEFORE, AFTER = COLOURS["eager"], COLOURS["kernelgraft"]
-INK = "#010203"
-"""Stands for the page's own text colour in an SVG; nearly black in a PNG."""
-FAINT = "#7b8085"
-"""Readable on white and on black."""
 SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -51,12 +36,7 @@ SETTINGS: dict[str, Any] = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
 }
-WIDTH = 8.0
-"""Inches."""
 PNG_DPI = 160
-MOST_MODULES = 12
-REST = "all others"
-LONGEST_LABEL = 46
 
 
 def can_plot() -> bool:
@@ -64,7 +44,7 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def figures_of(graft: Graft | None, bench: BenchResult | None) -> dict[str, tuple[str, Figure]]:
+def figures_of(job: Job) -> dict[str, tuple[str, Figure]]:
     """What can be drawn from the records: name to a text for those who do not see it, and the matplotlib figure.
 
     Raises UsageError if matplotlib is not installed.
@@ -73,194 +53,18 @@ def figures_of(graft: Graft | None, bench: BenchResult | None) -> dict[str, tupl
         raise UsageError(NO_PLOTS)
     import matplotlib
 
-    drawn: dict[str, tuple[str, Figure]] = {}
+    drawn: dict[str, tuple[str, Figure] | None] = {}
     with matplotlib.rc_context(SETTINGS):
-        if bench is not None:
-            drawn["throughput"] = throughput(bench)
+        if job.cells is not None:
+            drawn["speedups"] = drawings.speedups(job.cells.cells)
+        if job.bench is not None:
+            drawn["throughput"] = drawings.throughput(job.bench)
             for regime in REGIMES:
-                if (made := modules(bench, regime)) is not None:
-                    drawn[f"modules_{regime}"] = made
-            if (made := roofline(bench)) is not None:
-                drawn["roofline"] = made
-        if graft is not None and (made := computes(graft)) is not None:
-            drawn["computes"] = made
-    return drawn
-
-
-def throughput(bench: BenchResult) -> tuple[str, Figure]:
-    """Bars: tokens per second of each contender, with the standard deviation over rounds."""
-    contenders = bench.contenders
-    rows = range(len(contenders))
-    means = [0.0 if c.side is None else c.side.tokens_per_s.mean for c in contenders]
-    spreads = [0.0 if c.side is None else c.side.tokens_per_s.std or 0.0 for c in contenders]
-    figure, axes = _sheet(0.5 * len(contenders) + 1.2)
-    axes.barh(rows, means, height=0.62, color=[COLOURS.get(c.name, OTHER_COLOUR) for c in contenders])
-    axes.errorbar(means, rows, xerr=spreads, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
-    for row, contender in enumerate(contenders):
-        said = f"failed: {contender.failure or 'unknown'}" if contender.side is None else figures(means[row])
-        if contender.side is not None and row:
-            said += f"  {means[row] / means[0]:.2f}x"
-        place = (means[row] + spreads[row], row)
-        axes.annotate(_short(said, 90), place, (6, 0), textcoords="offset points", va="center")
-    _rows(axes, [c.name for c in contenders], max(means) * 1.2)
-    setting = bench.setting
-    axes.set_xlabel(f"tokens/s, batch {setting.batch}, {setting.prompt_tokens} + {setting.new_tokens} tokens")
-    _title(axes, bench)
-    values = (f"{c.name} {figures(mean) if c.side else 'failed'}" for c, mean in zip(contenders, means, strict=True))
-    return f"Tokens per second by contender: {', '.join(values)}.", figure
-
-
-def modules(bench: BenchResult, regime: str) -> tuple[str, Figure] | None:
-    """Pairs of bars: GPU time of each module for one step, in the original and with the graft; None without traces."""
-    graft = bench.contender("kernelgraft")
-    before = trace_of(bench.contenders[0], regime)
-    after = None if graft is None else trace_of(graft, regime)
-    if before is None or after is None or not before.modules:
-        return None
-    rows = module_times(before, after)
-    unit = "a decode step" if regime == "decode" else "the prefill"
-    label = f"GPU µs of {unit}, by module"
-    figure = _pairs(rows, label)
-    _title(figure.axes[0], bench)
-    total = [figures(1e-3 * step_ms(trace, trace.kernel_us)) for trace in (before, after)]
-    said = ", ".join(f"{name} {figures(old)} to {figures(new)}" for name, old, new in rows)
-    return f"{label}, original to graft: in all {total[0]} ms to {total[1]} ms; {said}.", figure
-
-
-def module_times(before: Trace, after: Trace) -> list[tuple[str, float, float]]:
-    """Rows of (module, µs before, µs after) of one step, largest first, the small ones added up."""
-
-    def times(trace: Trace) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for share in trace.modules:
-            name = share.path or NO_PATH
-            found[name] = found.get(name, 0.0) + step_ms(trace, share.time_us)
-        return found
-
-    old, new = times(before), times(after)
-    rows = [(name, old.get(name, 0.0), new.get(name, 0.0)) for name in {**old, **new}]
-    rows.sort(key=lambda row: -max(row[1:]))
-    kept, small = rows[:MOST_MODULES], rows[MOST_MODULES:]
-    rest = [
-        step_ms(before, before.kernel_us) - sum(row[1] for row in kept),
-        step_ms(after, after.kernel_us) - sum(row[2] for row in kept),
-    ]
-    # What has no module is in no share, and rounding is no module.
-    if small or max(rest) > 0.001 * sum(old.values()):
-        kept.append((REST, max(rest[0], 0.0), max(rest[1], 0.0)))
-    return kept
-
-
-def computes(graft: Graft) -> tuple[str, Figure] | None:
-    """Pairs of bars: one call of each compute in its site, original and seated; None if nothing was timed."""
-    rows = []
-    for patch in graft.patches:
-        for regime, seat in leading_seats(patch).items():
-            if seat.original_us is not None:
-                ours = seat.solution_us if seat.seated and seat.solution_us is not None else seat.original_us
-                rows.append((f"{patch.family}, {regime}", seat.original_us, ours))
-    if not rows:
-        return None
-    label = "µs of one call in the model, by compute"
-    said = ", ".join(f"{name} {figures(old)} to {figures(new)}" for name, old, new in rows)
-    figure = _pairs(rows, label)
-    figure.axes[0].set_title(graft.model.name, fontsize=10, loc="left")
-    return f"{label}, original to graft: {said}.", figure
-
-
-def _pairs(rows: list[tuple[str, float, float]], label: str) -> Figure:
-    figure, axes = _sheet(0.46 * len(rows) + 1.2)
-    befores, afters = [row[1] for row in rows], [row[2] for row in rows]
-    for shift, colour, name, values in ((-0.19, BEFORE, "original", befores), (0.19, AFTER, "kernelgraft", afters)):
-        places = [row + shift for row in range(len(rows))]
-        axes.barh(places, values, height=0.36, color=colour, label=name)
-        for place, value in zip(places, values, strict=True):
-            axes.annotate(figures(value), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    _rows(axes, [_end(row[0]) for row in rows], max(*befores, *afters) * 1.12)
-    axes.set_xlabel(label)
-    axes.legend(loc="lower right")
-    return figure
-
-
-def roofline(bench: BenchResult) -> tuple[str, Figure] | None:
-    """The machine's roof over operations per byte, with a point for each contender and regime; None without figures."""
-    found = [(c, r) for c in bench.contenders for regime in REGIMES if (r := roofline_of(c, regime)) is not None]
-    if not found:
-        return None
-    import numpy as np
-
-    figure, axes = _sheet(4.6)
-    first = found[0][1]
-    ridge = first.tflops * 1e3 / first.bandwidth_gb_s
-    intensities = [r.flops_per_step / r.bytes_per_step for _, r in found]
-    left, right = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
-    over = np.geomspace(left, right, 200)
-    axes.plot(
-        over,
-        np.minimum(over * first.bandwidth_gb_s / 1e3, first.tflops),
-        color=FAINT,
-        linewidth=2,
-        label="measured roof",
-    )
-    said = []
-    for contender, r in found:
-        reached = r.flops_per_step / (r.limit_ms / (r.percent / 100)) / 1e9
-        axes.plot(
-            [r.flops_per_step / r.bytes_per_step],
-            [reached],
-            linestyle="none",
-            marker="o" if r.regime == "decode" else "s",
-            markersize=9,
-            markerfacecolor="none",  # contenders lie on each other
-            markeredgewidth=2,
-            color=COLOURS.get(contender.name, OTHER_COLOUR),
-            label=f"{contender.name}, {r.regime}: {r.percent:.0f} %",
-        )
-        said.append(f"{contender.name} {r.regime} {r.percent:.0f} %")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(visible=True)
-    axes.set_xlabel("floating-point operations per byte that must be read")
-    axes.set_ylabel("TFLOP/s")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
-    roof = f"measured {first.bandwidth_gb_s:.0f} GB/s and {first.tflops:.0f} TFLOP/s"
-    _title(axes, bench)
-    return f"Roofline ({roof}); share of it that was reached: {', '.join(said)}.", figure
-
-
-def _sheet(height: float) -> tuple[Figure, Axes]:
-    # Not pyplot: that keeps every figure of the process, and chooses a backend for it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _rows(axes: Axes, names: list[str], most: float) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, most)
-    axes.grid(visible=True, axis="x")
-    axes.set_axisbelow(True)
-
-
-def _title(axes: Axes, bench: BenchResult) -> None:
-    where = bench.machine.gpu if bench.setting.device.startswith("cuda") else bench.machine.cpu
-    axes.set_title(
-        f"{bench.model.name}, {bench.setting.dtype} on {where or 'an unknown device'}", fontsize=10, loc="left"
-    )
-
-
-def _short(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def _end(path: str) -> str:
-    """The end of a path says more than its beginning."""
-    return path if len(path) <= LONGEST_LABEL else "…" + path[1 - LONGEST_LABEL :]
+                drawn[f"modules_{regime}"] = drawings.modules(job.bench, regime)
+            drawn["roofline"] = drawings.roofline(job.bench)
+        if job.graft is not None:
+            drawn["computes"] = drawings.computes(job.graft)
+    return {name: made for name, made in drawn.items() if made is not None}
 
 
 def write_pngs(drawn: dict[str, tuple[str, Figure]], folder: Path) -> dict[str, str]:

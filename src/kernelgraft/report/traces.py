@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kernelgraft.bench.names import GRAFTED
 from kernelgraft.bench.result import BenchResult, Contender, Roofline, Share, Trace
 from kernelgraft.bench.trace import coverage_line
 from kernelgraft.bench.trace_kernels import LIBRARIES
@@ -93,11 +94,11 @@ def trace_lines(bench: BenchResult) -> list[str]:
 
 
 def _lines_of(contender: Contender, trace: Trace) -> Iterable[str]:
-    if contender.name == "kernelgraft" or trace.cutile_percent > 0:
+    if contender.name == GRAFTED or trace.cutile_percent > 0:
         yield coverage_line(trace)
     if trace.replaced_percent is not None:
         yield f"{trace.replaced_percent:.2f} % of the GPU time is in what the graft replaces"
-    if contender.name == "kernelgraft":
+    if contender.name == GRAFTED:
         yield f"left to libraries: {libraries_text(trace)}"
 
 
@@ -140,7 +141,7 @@ def memory_bound(r: Roofline) -> bool:
 
 def share_tables(bench: BenchResult, *, libraries: bool = True) -> Iterable[tuple[str, tuple[Share, ...]]]:
     """Title and shares: what no kernel serves yet, and what is left to libraries; of the graft, or of the original."""
-    graft = bench.contender("kernelgraft")
+    graft = bench.contender(GRAFTED)
     chosen = bench.contenders[0] if graft is None or not graft.traces else graft
     for trace in chosen.traces:
         if trace.uncovered:

@@ -8,12 +8,21 @@ from dataclasses import dataclass, field
 import jinja2
 from markupsafe import Markup
 
+from kernelgraft.bench.names import GRAFTED
 from kernelgraft.bench.result import BenchResult
 from kernelgraft.records import Graft, Plan
 from kernelgraft.report import plots
 from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
+from kernelgraft.report.cells import Cells, cell_headings, cell_lines, cell_rows, contenders_of, environment_text
+from kernelgraft.report.documents import (
+    CANDIDATE_HEADINGS,
+    VERDICT_HEADINGS,
+    candidate_rows,
+    machine_text,
+    verdict_rows,
+)
 from kernelgraft.report.grafts import GRAFT_HEADINGS, graft_line, graft_rows
-from kernelgraft.report.markdown import CANDIDATE_HEADINGS, VERDICT_HEADINGS, candidate_rows, machine_text, verdict_rows
+from kernelgraft.report.job import Job
 from kernelgraft.report.proofs import CALL_HEADINGS, EVIDENCE_HEADINGS, call_rows, evidence_rows
 from kernelgraft.report.traces import (
     GPU_HEADINGS,
@@ -65,28 +74,35 @@ class Section:
         return "".join(c if c.isalnum() else "-" for c in self.title.lower())
 
 
-def page(graft: Graft | None, plan: Plan | None, bench: BenchResult | None) -> str:
-    """The page; what is None has no section. At least a graft or a benchmark is needed (ValueError)."""
+def page(job: Job) -> str:
+    """The page; what the job has not has no section. Raises ValueError if it has nothing at all."""
+    graft, bench, cells = job.graft, job.bench, job.cells
     record = bench or graft
-    if record is None:
+    if record is None and cells is None:
         raise ValueError("a page needs a graft or a benchmark")
-    drawn = _drawn(graft, bench)
+    drawn = _drawn(job)
     sections = [
+        *([] if cells is None else [_cell_section(cells, drawn)]),
         *([] if bench is None else _bench_sections(bench, drawn)),
-        *([] if graft is None else _graft_sections(graft, plan, drawn)),
+        *([] if graft is None else _graft_sections(graft, job.plan, drawn)),
     ]
     return (
         environment()
         .get_template("page.html.jinja")
         .render(
-            title=f"kernelgraft: {record.model.name}",
-            model=model_title(record.model),
-            machine=machine_text(record.machine),
+            title=f"kernelgraft: {'end to end' if record is None else record.model.name}",
+            facts=_facts(record, cells),
             tiles=[] if bench is None else tiles(bench),
             sections=[s for s in sections if s.figures or s.tables or s.lines],
             note=None if plots.can_plot() else plots.NO_PLOTS,
         )
     )
+
+
+def _facts(record: BenchResult | Graft | None, cells: Cells | None) -> list[str]:
+    if record is not None:
+        return [model_title(record.model), machine_text(record.machine)]
+    return [] if cells is None else [environment_text(cells.environment)]
 
 
 def environment() -> jinja2.Environment:
@@ -103,13 +119,11 @@ def environment() -> jinja2.Environment:
 Drawn = dict[str, Markup]
 
 
-def _drawn(graft: Graft | None, bench: BenchResult | None) -> Drawn:
+def _drawn(job: Job) -> Drawn:
     if not plots.can_plot():
         return {}
-    return {
-        name: Markup(plots.svg(name, text, figure))  # our own, its texts escaped by matplotlib
-        for name, (text, figure) in plots.figures_of(graft, bench).items()
-    }
+    # Our own SVG, in which matplotlib has escaped all texts.
+    return {name: Markup(plots.svg(name, text, figure)) for name, (text, figure) in plots.figures_of(job).items()}
 
 
 def _section(title: str, drawn: Drawn, names: Iterable[str] = (), *, folded: bool = False) -> Section:
@@ -118,7 +132,7 @@ def _section(title: str, drawn: Drawn, names: Iterable[str] = (), *, folded: boo
 
 def tiles(bench: BenchResult) -> list[Tile]:
     """The figures that a reader looks for first."""
-    chosen = bench.contender("kernelgraft")
+    chosen = bench.contender(GRAFTED)
     if chosen is None or chosen.side is None:
         chosen = bench.contenders[0]
     side, comparison, outputs = chosen.side, chosen.comparison, chosen.outputs
@@ -145,6 +159,16 @@ def tiles(bench: BenchResult) -> list[Tile]:
         note = "of the original's CPU time is in the replaced sites"
         made.append(Tile("Coverage", f"{bench.coverage.cpu_time_percent:.1f} %", note))
     return made
+
+
+def _cell_section(cells: Cells, drawn: Drawn) -> Section:
+    section = _section("Models", drawn, ["speedups"])
+    headings = cell_headings(contenders_of(cells.cells))
+    rows = list(cell_rows(cells.cells))
+    caption = "Decode in tokens/s, prefill in ms to the first token"
+    section.tables.append(Table(caption, headings, rows, range(2, len(headings) - 1)))
+    section.lines = cell_lines(cells.cells)
+    return section
 
 
 def _bench_sections(bench: BenchResult, drawn: Drawn) -> list[Section]:
