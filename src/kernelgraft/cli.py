@@ -245,9 +245,11 @@ def bench(
 
 @app.command("report")
 def show_report(
-    folder: Folder,
+    place: Annotated[
+        Path, typer.Argument(help="Folder with a job's records, or a file of `bench --json` or of end_to_end.py.")
+    ],
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write the page to this file (default: report.html in the folder).")
+        Path | None, typer.Option("--html", help="Write the page to this file (default: report.html beside the records).")
     ] = None,
     plots: Annotated[
         Path | None, typer.Option("--plots", help="Also write the plots as PNG files to this folder; needs matplotlib.")
@@ -256,21 +258,20 @@ def show_report(
 ) -> None:
     """Show a job's records, and write them as Markdown, as one HTML page and as plots."""
     from kernelgraft import report
+    from kernelgraft.store import Inventory
 
-    store = _existing(folder)
-    graft, plan, result = report.read(store)
-    files = {} if graft is None else report.write(store, graft, plan, result)
-    files["page"] = report.write_page(html or folder / "report.html", graft, plan, result)
+    job = report.read(place)
+    files: dict[str, str] = {}
+    if job.graft is not None:
+        files |= report.write(Inventory(place), job.graft, job.plan, job.bench)
+    files["page"] = report.write_page(html or (place if place.is_dir() else place.parent) / "report.html", job)
     if plots is not None:
-        files |= report.write_plots(plots, graft, result)
+        files |= report.write_plots(plots, job)
     elif not report.can_plot():
         people.print(report.NO_PLOTS, markup=False, highlight=False, soft_wrap=True)
-    answer = {"files": files} if graft is None else report.result(graft, result, files)
+    answer = {"files": files} if job.graft is None else report.result(job.graft, job.bench, files)
     if not _wrote_json(answer, json_file):
-        if graft is not None:
-            Console().print(report.graft_table(graft))
-        if result is not None:
-            Console().print(report.bench_table(result))
+        Console().print(*report.job_tables(job))
         for file in files.values():
             people.print(file, markup=False, highlight=False, soft_wrap=True)
 
