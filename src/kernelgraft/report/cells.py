@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,9 +59,12 @@ def read_cells(file: Path) -> Cells:
     """Read such a file. Raises UsageError if it is none."""
     try:
         return Cells.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:  # a ValidationError and a JSONDecodeError are ValueErrors
-        said = error.errors()[0] if isinstance(error, ValidationError) else error
-        raise UsageError(f"`{file}` does not hold the cells of a benchmark: {said}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"`{file}` does not hold the cells of a benchmark: {where}: {first['msg']}") from error
+    except (OSError, ValueError) as said:  # not there, not readable, not JSON
+        raise UsageError(f"`{file}` does not hold the cells of a benchmark: {said}") from said
 
 
 def contenders_of(cells: Iterable[Cell]) -> list[str]:
@@ -158,12 +161,12 @@ def cell_lines(cells: Sequence[Cell]) -> list[str]:
     return lines
 
 
-def environment_text(environment: dict[str, Any]) -> str:
+def environment_text(environment: Mapping[str, Any]) -> str:
     """The machine and the versions in one line, of whatever the file says."""
     said = []
     for key, value in environment.items():
-        if isinstance(value, dict):
-            said += [f"{name} {inner}" for name, inner in value.items() if isinstance(inner, str | int | float)]
+        if isinstance(value, Mapping):
+            said.append(environment_text(value))
         elif isinstance(value, str | int | float):
-            said.append(f"{key.replace('_', ' ')}: {value}")
-    return ", ".join(said)
+            said.append(f"{key.replace('_', ' ')} {value}")
+    return ", ".join(text for text in said if text)
