@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kernelgraft import cli, evaluate, models, pipeline
+from kernelgraft.errors import KernelgraftError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -61,8 +62,15 @@ def one_line(err: str) -> str:
         (("run", "tiny", "--policy", "best"), "best"),
         (("run", "tiny", "--suppliers", "nonesuch"), "nonesuch"),
         (("run", "tiny", "--judge", "lenient"), "lenient"),
+        (("run", "tiny", "--mode", "graph"), "--mode eager"),
+        (("run", "tiny", "--mode", "fast"), "fast"),
+        (("run", "tiny", "--batch", "1,x"), "1,x"),
+        (("run", "tiny", "--prefill", "0"), "--prefill 0"),
         (("bench", "tiny", "--cache", "paged"), "paged"),
         (("bench", "tiny", "--graft", "no-such-folder"), "no-such-folder"),
+        (("bench", "tiny", "--compare", "vllm"), "`vllm` is no contender"),
+        (("bench", "tiny", "--graft", "no-such-folder", "--suppliers", "torch"), "--suppliers"),
+        (("bench", "tiny", "--suppliers", "nobody"), "nobody"),
         (("plan", "no-such-folder"), "no-such-folder"),
         (("inventory", "--kernel", "rope"), "--tune"),
         (("integrate", "no-such-folder"), "no-such-folder"),
@@ -136,7 +144,27 @@ def test_the_verbs_run_one_after_the_other(run: Run, tmp_path: Path) -> None:
     assert "--force redoes it" in err
     code, text, _ = run("bench", "config:llama", "--graft", out, "--pairs", 2, "--new-tokens", 4, "--json", "-")
     assert code == 0
-    assert json.loads(text)["grafted"]["tokens_per_s"]["mean"] > 0
+    sides = {c["name"]: c["side"] for c in json.loads(text)["contenders"]}
+    assert set(sides) == {"eager", "kernelgraft"}
+    assert sides["kernelgraft"]["tokens_per_s"]["mean"] > 0
+
+
+def test_a_benchmark_makes_a_graft_where_none_is_given(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def made(loaded: Any, store: Any, **options: Any) -> None:
+        seen.append([supplier.name for supplier in options["suppliers"]])
+        raise KernelgraftError("that is all that is wanted")
+
+    monkeypatch.setattr(pipeline, "run_integration", made)
+    for arguments in (["--suppliers", "torch"], ["--compare", "kernelgraft"], ["--use-cutile"]):
+        code, _, err = run("bench", "config:llama", *arguments)
+        assert code != 0
+        assert "no --graft is given: making one" in err
+    assert seen[0] == ["torch"]
+    assert len(seen[1]) > 2
+    assert "torch" not in seen[2]
+    assert {"kernelgraft", "tilegym"} <= set(seen[2])
 
 
 def test_inventory_and_doctor_answer_in_json(run: Run, grafted: Path) -> None:
@@ -198,7 +226,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
     commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     flags = {name: sorted(o for p in c.params for o in p.opts if o.startswith("--")) for name, c in commands.items()}
     common = ["--device", "--dtype", "--json", "--out", "--trust-remote-code"]
-    judging = ["--judge", "--jobs", "--fresh"]
+    judging = ["--judge", "--jobs", "--fresh", "--batch", "--prefill", "--mode"]
     assert flags == {
         "doctor": ["--json"],
         "research": common,
@@ -209,12 +237,16 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
         "bench": [
             "--batch",
             "--cache",
+            "--compare",
             "--device",
             "--dtype",
             "--graft",
             "--json",
             "--new-tokens",
             "--pairs",
+            "--prompt-tokens",
+            "--suppliers",
+            "--trace",
             "--use-cutile",
         ],
         "report": ["--html", "--json", "--plots"],

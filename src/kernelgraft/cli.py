@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,6 +47,17 @@ Jobs = Annotated[
     int | None, typer.Option(min=1, help="Solutions verified at a time (default: the cores, two fewer beside a GPU).")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Verify again what an earlier run has verified.")]
+Batches = Annotated[
+    str | None,
+    typer.Option("--batch", help="Batches to choose kernels for, comma-separated (default: 1; on a GPU 1,32)."),
+]
+Prefills = Annotated[
+    str | None,
+    typer.Option("--prefill", help="Prompt lengths to choose for, besides a short one (default: 128; GPU: 512,4096)."),
+]
+ModeOption = Annotated[
+    str, typer.Option("--mode", help="eager, or graph: what counts is device time, as inside a CUDA graph.")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the model's own).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code from the hub.")]
@@ -185,6 +196,9 @@ def integrate(
     judge: JudgeOption = "thorough",
     jobs: Jobs = None,
     fresh: Fresh = False,
+    batch: Batches = None,
+    prefill: Prefills = None,
+    mode: ModeOption = "eager",
     force: Force = False,
     json_file: Json = None,
     device: Device = "cpu",
@@ -196,7 +210,7 @@ def integrate(
     from kernelgraft.records import Plan, Research
     from kernelgraft.report import graft_table
 
-    inventory, options = _existing(folder), _judge(judge)
+    inventory, options, use = _existing(folder), _judge(judge), _use(batch, prefill, mode, device)
     record = inventory.load_record("research", Research)
     planned = pipeline.planned(inventory.load_record("plan", Plan), inventory)
     how = _policy(policy)
@@ -211,7 +225,7 @@ def integrate(
             with pipeline.Judges(options, device=device, jobs=jobs, fresh=fresh, early=device != "cpu") as judges:
                 computes = pipeline.recapture(loaded, record, inventory.definitions())
                 return pipeline.make_graft(
-                    loaded, computes, planned, inventory, policy=how, judges=judges, progress=progress
+                    loaded, computes, planned, inventory, policy=how, use=use, judges=judges, progress=progress
                 )
 
         graft = pipeline.led(work)(_load(record.model.name, record.model.dtype, device, trust_remote_code))
@@ -223,22 +237,55 @@ def integrate(
 @app.command()
 def bench(
     model: Model,
-    graft: Annotated[Path | None, typer.Option(help="Folder of the graft; without it only the baseline runs.")] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of runs.")] = 5,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per run.")] = 64,
+    graft: Annotated[Path | None, typer.Option(help="Folder of the graft; without it only the original runs.")] = None,
+    use_cutile: Annotated[
+        bool, typer.Option("--use-cutile", help="Only cuTile Solutions: of the graft, or in a graft made now.")
+    ] = False,
+    suppliers: Annotated[
+        str | None, typer.Option(help="Without --graft: make a graft now, from these comma-separated suppliers.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per run.")] = 1,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of the prompt, filled up with random tokens (default: as it is).")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per run.")] = 64,
     cache: Annotated[str, typer.Option(help="dynamic or static.")] = "dynamic",
-    use_cutile: Annotated[bool, typer.Option("--use-cutile", help="Of the graft, only its cuTile Solutions.")] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Of static-compile,tilegym,liger,kernelgraft; eager always runs."),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of runs.")] = 5,
+    trace: Annotated[bool, typer.Option("--trace/--no-trace", help="On a GPU: trace where its time goes.")] = True,
     json_file: Json = None,
     dtype: Dtype = None,
     device: Device = "cpu",
 ) -> None:
-    """Generate with the original and with the graft, in fresh processes, interleaved."""
+    """Generate with the original, a graft and other tools' patches, in fresh processes and turns."""
     from kernelgraft.report import bench_table
 
-    with tempfile.TemporaryDirectory() as folder:
-        used = _only_cutile(graft, Path(folder)) if graft and use_cutile else graft
-        result = _bench(model, used, pairs, new_tokens, batch, _cache(cache), dtype, device)
+    chosen, contenders = _names(suppliers), _names(compare)
+    make = graft is None and (bool(chosen) or use_cutile or "kernelgraft" in (contenders or ()))
+    if graft is not None and chosen:
+        raise UsageError("`--suppliers` says what a new graft is made from: leave it or `--graft` out")
+    with tempfile.TemporaryDirectory(prefix="kernelgraft-") as folder:
+        used = graft
+        if make:
+            used = _made_for_bench(model, Path(folder) / "made", chosen, use_cutile, dtype, device)
+        if used and use_cutile:
+            used = _only_cutile(used, Path(folder) / "cutile")
+        result = _bench(
+            model,
+            used,
+            pairs=pairs,
+            new_tokens=new_tokens,
+            batch=batch,
+            cache=_cache(cache),
+            dtype=dtype,
+            device=device,
+            compare=contenders,
+            prompt_tokens=prompt_tokens,
+            trace=trace,
+        )
     if not _wrote_json(result.model_dump(mode="json"), json_file):
         Console().print(bench_table(result))
 
@@ -249,7 +296,8 @@ def show_report(
         Path, typer.Argument(help="Folder with a job's records, or a file of `bench --json` or of end_to_end.py.")
     ],
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write the page to this file (default: report.html beside the records).")
+        Path | None,
+        typer.Option("--html", help="Write the page to this file (default: report.html beside the records)."),
     ] = None,
     plots: Annotated[
         Path | None, typer.Option("--plots", help="Also write the plots as PNG files to this folder; needs matplotlib.")
@@ -354,6 +402,9 @@ def run(
     judge: JudgeOption = "thorough",
     jobs: Jobs = None,
     fresh: Fresh = False,
+    batch: Batches = None,
+    prefill: Prefills = None,
+    mode: ModeOption = "eager",
     force: Force = False,
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of benchmark runs.")] = 5,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per benchmark run.")] = 64,
@@ -367,6 +418,7 @@ def run(
     from kernelgraft.store import Inventory
 
     chosen, how, options = _names(suppliers), _policy(policy), _judge(judge)
+    use = _use(batch, prefill, mode, device)
     store = Inventory(_folder(out, model))
     with _progress() as progress:
         loaded = _load(model, dtype, device, trust_remote_code)
@@ -375,6 +427,7 @@ def run(
             store,
             suppliers=chosen,
             policy=how,
+            use=use,
             force=force,
             options=options,
             jobs=jobs,
@@ -393,7 +446,7 @@ def run(
     elif machine.processes()[1] > 1:
         people.print("a model that is split over processes is not benchmarked")
     elif not done.already and done.graft.accepted:
-        result = _bench(model, store.root, pairs, new_tokens, 1, "dynamic", dtype, device)
+        result = _bench(model, store.root, pairs=pairs, new_tokens=new_tokens, dtype=dtype, device=device)
         store.save_record("bench", result)
         console.print(report.bench_table(result))
     files = report.write(store, done.graft, done.plan, result)
@@ -423,30 +476,38 @@ def main() -> None:
             group.destroy_process_group()
 
 
-def _bench(
-    model: str,
-    graft: Path | None,
-    pairs: int,
-    new_tokens: int,
-    batch: int,
-    cache: Literal["dynamic", "static"],
-    dtype: str | None,
-    device: str,
-) -> Any:
+def _bench(model: str, graft: Path | None, **options: Any) -> Any:
     from kernelgraft.bench import bench as run_bench
 
     with _progress() as progress:
-        return run_bench(
-            model,
-            graft,
-            pairs=pairs,
-            new_tokens=new_tokens,
-            batch=batch,
-            cache=cache,
-            dtype=dtype,
-            device=device,
-            progress=progress,
-        )
+        return run_bench(model, graft, progress=progress, **options)
+
+
+def _made_for_bench(
+    model: str, folder: Path, suppliers: list[str] | None, use_cutile: bool, dtype: str | None, device: str
+) -> Path:
+    """A graft that is made for one benchmark."""
+    import gc
+
+    from kernelgraft import machine, pipeline
+    from kernelgraft.store import Inventory
+
+    found: Any = pipeline.chosen(suppliers, machine.read())
+    if use_cutile:
+        found = [s for s in found if any(line.language == "cuda-tile" for line in s.catalogue(machine.read()))]
+        if not found:
+            raise UsageError("`--use-cutile`: none of the suppliers has cuTile Solutions; see `kernelgraft inventory`")
+    with _progress() as progress:
+        loaded = _load(model, dtype, device, False)
+        people.print("no --graft is given: making one for this benchmark (keep one with `kernelgraft run`)")
+        pipeline.run_integration(loaded, Inventory(folder), suppliers=found, progress=progress)
+    del loaded
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()  # the contenders need the room
+    return folder
 
 
 def _only_cutile(folder: Path, scratch: Path) -> Path:
@@ -525,6 +586,24 @@ def _policy(name: str) -> Any:
     if name not in ("fastest", "verified"):
         raise UsageError(f"policy `{name}` is not fastest or verified")
     return name
+
+
+def _use(batches: str | None, prefills: str | None, mode: str, device: str) -> Any:
+    from kernelgraft.pipeline import Use
+
+    if mode == "graph" and not device.startswith("cuda"):
+        raise UsageError(f"mode `graph` is for CUDA graphs, and the device is `{device}`: use --mode eager")
+    return Use(mode, _sizes("--batch", batches), _sizes("--prefill", prefills))  # type: ignore[arg-type]
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    """`1,32` as numbers; an empty text is none."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UsageError(f"`{option} {text}` is not a list of positive numbers such as 1,32")
+    return tuple(map(int, words))
 
 
 def _judge(name: str) -> Any:

@@ -215,7 +215,8 @@ class Session:
 
         from kernelgraft.bench import roofline
 
-        needed = roofline.work(self.model, order["regime"], *self.ids.shape, self.new_tokens)
+        batch, length = self.ids.shape
+        needed = roofline.work(self.model, order["regime"], batch, length, self.new_tokens)
         reached = roofline.limits(self.ids.device, self.loaded.dtype)
         return {"work": asdict(needed), "limits": asdict(reached)}
 
