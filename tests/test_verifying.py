@@ -248,3 +248,29 @@ def test_a_slow_supplier_is_asked_on_a_gpu_only_by_name() -> None:
     assert named[0].unavailable(card) is None
     here = {s.name: type(s).__name__ for s in planning.chosen(None, machine.read().model_copy(update={"gpu": None}))}
     assert here["inductor"] == "InductorSupplier"
+
+
+def test_what_traces_graphs_is_done_before_threads_start(fake: type[FakeJudge]) -> None:
+    """Tracing changes functions of torch for a while: a judge's thread may find the reduced Definition, not make it."""
+    where: list[str] = []
+
+    class Reduces(type(FAMILY)):  # type: ignore[misc]
+        def reduced(self, of: Any) -> Any:
+            where.append(threading.current_thread().name)
+
+    family = Reduces()
+    with Judges(FEW, jobs=2, family=lambda name: family) as judges:
+        judges.verify([task("right"), task("right_too")])
+    assert where == [threading.main_thread().name]
+
+
+def test_a_reduced_linear_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernelgraft.families import linear
+
+    traced = []
+    monkeypatch.setattr(linear, "fingerprint", lambda *given: traced.append(given) or "mark")
+    wide = definition("rms_norm")
+    axes = {n: wide.axes["hidden_size"].model_copy(update={"value": 4096}) for n in ("in_features", "out_features")}
+    family = linear.Linear()
+    found = [family.reduced(wide.model_copy(update={"axes": axes})) for _ in range(2)]
+    assert len(traced) == 1 and found[0] == found[1] and found[0] is not None

@@ -52,6 +52,10 @@ class Linear(Family):
     name: ClassVar[str] = "linear"
     kinds: ClassVar[frozenset[str]] = frozenset({"module"})
 
+    def __init__(self) -> None:
+        self._reduced: dict[str, str] = {}
+        """Fingerprints of reduced Definitions, by those of the real ones."""
+
     def recognise(self, site: Site, calls: Sequence[Call]) -> Recognition | Rejection | None:
         """See `Family.recognise`; the class says what is computed, the captured calls confirm it."""
         if not calls or type(calls[0].module) is not nn.Linear:
@@ -108,7 +112,10 @@ class Linear(Family):
         if axes == definition.axes:
             return None
         meta = definition.meta
-        mark = fingerprint(definition.reference, axes, definition.inputs, definition.constraints)
+        mark = self._reduced.get(meta.fingerprint)
+        if mark is None:
+            mark = fingerprint(definition.reference, axes, definition.inputs, definition.constraints)
+            self._reduced[meta.fingerprint] = mark
         return definition.model_copy(
             update={
                 "name": f"{definition.name}_reduced",

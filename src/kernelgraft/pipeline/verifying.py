@@ -110,6 +110,9 @@ class Judges:
         left = sorted((i for i in range(len(tasks)) if i not in found), key=lambda i: tasks[i].rank)
         earlier = f", {len(found)} known from before" if found else ""
         progress("verify", len(found), len(tasks), f"{min(self.jobs, len(left))} at a time{earlier}")
+        for definition in {tasks[i].definition.name: tasks[i].definition for i in left}.values():
+            # Traces an operator graph, for which torch changes its own functions: not while other threads use them.
+            self._family(definition.meta.family).reduced(definition)
         with _one_thread(), closing(self._started(tasks, left)) as results:
             for index, evaluation in results:
                 found[index] = evaluation
