@@ -26,6 +26,7 @@ from kernelgraft.models import Loaded
 from kernelgraft.patch import Applied, apply
 from kernelgraft.patch.applying import APPLIED
 from kernelgraft.records import Graft
+from kernelgraft.sites.capture import unchanged
 from kernelgraft.sites.shards import Shards
 
 Result = TypeVar("Result")
@@ -316,7 +317,8 @@ class _Follower:
             output: Any = None
             raised: Exception | None = None
             run: Any = self._model if name == "forward" else self._model.generate
-            with torch.set_grad_enabled(grad):
+            left = unchanged(self._model) if name == "generate" else contextlib.nullcontext()
+            with torch.set_grad_enabled(grad), left:
                 try:
                     output = run(*args, **kwargs)
                 except Exception as error:  # told to the first rank, which has most likely raised the same

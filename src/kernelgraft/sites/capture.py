@@ -117,7 +117,7 @@ def generate(model: Any, run: Run, *, seed: int = 0) -> torch.Tensor:
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_unchanged(model))
+        stack.enter_context(unchanged(model))
         model.eval()
         torch.manual_seed(seed)
         tokens: torch.Tensor = model.generate(
@@ -149,7 +149,7 @@ def _works(model: nn.Module, run: Run, seed: int) -> bool:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Put back, by identity, attributes and buffers that running a model changes: its mode, what generate leaves."""
     states = [state for module in model.modules() for state in (vars(module), module._buffers)]
     before = [dict(state) for state in states]
