@@ -286,6 +286,25 @@ def test_a_compiled_solution_serves_only_what_was_measured() -> None:
     assert any("measured shapes only" in reason for reason in by_axes.fallbacks)
 
 
+def test_of_seats_of_equal_work_the_nearest_in_its_sizes_decides() -> None:
+    definition = scale_definition()
+    near, far = solution(definition, "near"), solution(definition, "far")
+    seats = [
+        seat(definition, 12, "near", axes={"rows": 4, "cols": 3}),
+        seat(definition, 12, "far", axes={"rows": 1, "cols": 12}),
+        seat(definition, 4096, None, axes={"rows": 1, "cols": 4096}),
+    ]
+    d = dispatcher([definition], [near, far], seats)
+    for rows, cols in ((4, 2), (3, 3), (5, 4)):
+        assert d(*tensors(rows, cols)) is not None
+    assert d.served == {"near": 3, "far": 0}
+    assert d(*tensors(1, 10)) is not None
+    assert d(*tensors(1, 20)) is not None
+    assert d.served == {"near": 3, "far": 2}
+    assert d(*tensors(1, 4000)) is None
+    assert d.by_choice == 1
+
+
 def test_under_autocast_the_original_runs() -> None:
     d, _ = simple()
     x, w = tensors(2, 3)

@@ -14,7 +14,7 @@ from torch import nn
 from kernelgraft import evaluate, machine, models, patch, pipeline
 from kernelgraft.errors import MismatchError, NothingToPatch, UsageError
 from kernelgraft.identity import model_card
-from kernelgraft.pipeline import gate, planning, researching, seating
+from kernelgraft.pipeline import gate, measuring, planning, researching, seating
 from kernelgraft.records import EndToEnd, Graft, Plan, Research, Status
 from kernelgraft.store import Inventory
 
@@ -227,30 +227,35 @@ def test_a_fusion_that_its_parts_match_is_unseated(tiny: models.Loaded, monkeypa
     inventory = Inventory(Path(machine.cache_folder()) / "parts")
     _, computes = pipeline.research(tiny, inventory)
     compute = next(c for c in computes if c.family == "residual_norm")
-    fused = next(p for p in graft.patches if p.family == "residual_norm")
-    solutions = {s.definition: (s,) for s in graft.solutions.values()}
-    seats = tuple(s.model_copy(update={"seated": True}) for s in fused.seats)
+    solutions = [s for s in graft.solutions.values() if s.definition == compute.definitions[0].name]
+    table = seating.Table(compute, solutions, "fastest")
+    samples = measuring.base_samples(compute)
     timed: list[list[str]] = []
+    ran: list[int] = []
 
     def timings(factor: float) -> Any:
         def interleave(functions: dict[str, Any], **_: Any) -> dict[str, Any]:
             timed.append(list(functions))
+            with_patches = patch.find_applied(tiny.model) is not None
             for function in functions.values():
                 function()
+            ran.append(with_patches)
             us = {name: 10.0 if name.startswith("original") else 10.0 * factor for name in functions}
             return {n: evaluate.Timing(median_us=t, mad_us=0.01, samples=(t,) * 9) for n, t in us.items()}
 
         return interleave
 
-    monkeypatch.setattr(seating, "interleave", timings(0.5))
-    assert all(s.seated for s in seating.against_parts(tiny.model, compute, seats, solutions, norms))
-    monkeypatch.setattr(seating, "interleave", timings(1.0))
-    kept = seating.against_parts(tiny.model, compute, seats, solutions, norms)
-    assert not any(s.seated for s in kept)
-    assert timed
-    assert (
-        seating.against_parts(tiny.model, compute, seats, solutions, norms.model_copy(update={"patches": ()})) == seats
-    )
+    monkeypatch.setattr(measuring, "interleave", timings(0.5))
+    table.add(tiny.model, samples)
+    table.against_parts(tiny.model, samples, norms)
+    assert all(s.seated for s in table.seats())
+    monkeypatch.setattr(measuring, "interleave", timings(1.0))
+    table.against_parts(tiny.model, samples, norms.model_copy(update={"patches": ()}))
+    assert all(s.seated for s in table.seats())
+    table.against_parts(tiny.model, samples, norms)
+    assert [s.seated for s in table.seats()] == [False, False]
+    assert ran == [False, False, True, True, True, True]
+    assert {len(names) for names in timed} == {3}
 
 
 def test_the_card_knows_the_configuration_not_the_path() -> None:

@@ -375,6 +375,10 @@ class Seat(Record):
     """Size of the measured call (rows); at run time the nearest measured size decides."""
     axes: dict[str, int] | None = None
     """Sizes of the var axes of the measured call; an equal call takes this seat before the nearest size is asked."""
+    batch: int | None = None
+    """Sequences of the run that the call was recorded in."""
+    prompt_tokens: int | None = None
+    """Length of that run's prompt; None: the short one that research uses."""
     original_us: float | None = None
     solution_us: float | None = None
     """Best verified Solution's time, seated or not; None if nothing could be measured."""
@@ -515,6 +519,8 @@ class Graft(Record):
     model: ModelCard
     machine: MachineCard
     policy: Literal["fastest", "verified"]
+    mode: Literal["eager", "graph"] = "eager"
+    """How the times were taken: `eager`: the longer of host and device time, `graph`: device time in a CUDA graph."""
     patches: tuple[Patch, ...]
     definitions: dict[str, Definition]
     solutions: dict[str, Solution]

@@ -50,8 +50,9 @@ class Dispatcher:
     """Chooses the kernel of each call at one site: `select(*inputs)` with a Definition's inputs gives it, or None.
 
     The Definition is told by the number of inputs. Of its seats the one measured at the same sizes decides, else that
-    nearest in log(work). None means that the original serves: because the seat says so, or because the call is outside
-    the guard (`fallbacks` counts these by reason). It holds no module, so that it can be shared by copies of a model.
+    nearest in log(work), and of several of equal work that nearest in its sizes. None means that the original serves:
+    because the seat says so, or because the call is outside the guard (`fallbacks` counts these by reason). It holds no
+    module, so that it can be shared by copies of a model.
     """
 
     def __init__(
@@ -273,4 +274,16 @@ def _nearest(seats: Sequence[Seat], work: int, axes: Mapping[str, int]) -> tuple
     for low, high in itertools.pairwise(seats):
         if work * work > low.work * high.work:  # beyond the middle between them, in log(work)
             chosen = high
+    alike = [seat for seat in seats if seat.work == chosen.work]
+    if len(alike) > 1:  # decode steps of one batch are of equal work, whatever is in the cache
+        distances = [_apart(seat.axes, axes) for seat in alike]
+        chosen = alike[distances.index(min(distances))]
     return chosen, chosen.axes is None and chosen.work == work
+
+
+def _apart(measured: Mapping[str, int] | None, axes: Mapping[str, int]) -> float:
+    """How far sizes are from those measured: the product over the axes of the larger size over the smaller."""
+    product = 1.0
+    for name, size in (measured or {}).items():
+        product *= axes[name] / size if axes[name] > size else size / axes[name]
+    return product

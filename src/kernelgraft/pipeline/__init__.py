@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernelgraft.pipeline.compile_check import compile_check
 from kernelgraft.pipeline.integration import Integration, integrate, make_graft, restricted, run_integration
 from kernelgraft.pipeline.planning import already, candidates, chosen, make_plan, planned
+from kernelgraft.pipeline.points import Use
 from kernelgraft.pipeline.progress import Progress, silent
 from kernelgraft.pipeline.ranks import led
 from kernelgraft.pipeline.researching import PROMPT, computes_of, recapture, research
@@ -15,6 +16,7 @@ __all__ = [
     "Integration",
     "Judges",
     "Progress",
+    "Use",
     "already",
     "candidates",
     "chosen",

@@ -17,14 +17,18 @@ from kernelgraft.evaluate import Captured, JudgeOptions
 from kernelgraft.identity import model_card
 from kernelgraft.models import Loaded, wrap
 from kernelgraft.pipeline import gate, planning, seating
+from kernelgraft.pipeline.points import Use
 from kernelgraft.pipeline.progress import Progress, silent
 from kernelgraft.pipeline.ranks import led
 from kernelgraft.pipeline.researching import Bound, Compute, axes_of, research
 from kernelgraft.pipeline.seating import Policy
+from kernelgraft.pipeline.selection import select
 from kernelgraft.pipeline.verifying import Judges, Task
-from kernelgraft.records import Evaluation, Graft, MachineCard, ModelCard, Patch, Plan, Research, Seat, Status
+from kernelgraft.records import Graft, MachineCard, Plan, Research, Seat
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.base import Supplier
+
+USUAL = Use()
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ def integrate(
     out: Path | str | None = None,
     suppliers: Sequence[str] | Sequence[Supplier] | None = None,
     policy: Policy = "fastest",
+    use: Use = USUAL,
     force: bool = False,
     options: JudgeOptions | None = None,
     jobs: int | None = None,
@@ -55,9 +60,9 @@ def integrate(
     """Research a live model, verify and time every candidate, and return the graft; the model is left as it was.
 
     `suppliers` are names (None: all that run here) or Supplier objects. With `out`, all records are written to that
-    folder. `jobs` Solutions are verified at a time (None: as many as there are cores, two fewer beside a GPU); `fresh`
-    judges again what an earlier run has verified. Raises NothingToPatch if no site is recognised, UsageError for a
-    wrong name or folder.
+    folder. `use` says what the choice is made for. `jobs` Solutions are verified at a time (None: as many as there are
+    cores, two fewer beside a GPU); `fresh` judges again what an earlier run has verified. Raises NothingToPatch if no
+    site is recognised, UsageError for a wrong name or folder.
     """
     loaded = model if isinstance(model, Loaded) else wrap(model, tokenizer, name)
     with contextlib.ExitStack() as stack:
@@ -67,6 +72,7 @@ def integrate(
             Inventory(folder),
             suppliers=suppliers,
             policy=policy,
+            use=use,
             force=force,
             options=options,
             jobs=jobs,
@@ -82,6 +88,7 @@ def run_integration(
     *,
     suppliers: Sequence[str] | Sequence[Supplier] | None = None,
     policy: Policy = "fastest",
+    use: Use = USUAL,
     force: bool = False,
     options: JudgeOptions | None = None,
     jobs: int | None = None,
@@ -104,7 +111,7 @@ def run_integration(
             raise NothingToPatch(f"`{card.name}` has no site that a kernel could take: see `kernelgraft research`")
         found = planning.candidates(computes, chosen, here)
         plan = planning.make_plan(card, found, inventory)
-        graft = make_graft(loaded, computes, found, inventory, policy=policy, judges=judges, progress=progress)
+        graft = make_graft(loaded, computes, found, inventory, policy=policy, use=use, judges=judges, progress=progress)
     return Integration(record, plan, graft, None)
 
 
@@ -115,6 +122,7 @@ def make_graft(
     inventory: Inventory,
     *,
     policy: Policy = "fastest",
+    use: Use = USUAL,
     judges: Judges,
     progress: Progress = silent,
 ) -> Graft:
@@ -122,7 +130,7 @@ def make_graft(
     card = model_card(loaded.model, loaded.ref.spec)
     verified = judges.verify(_tasks(computes, found), progress=progress)
     judges.close()  # nothing else may be at work while it is measured
-    graft = _seat(loaded, computes, found, card, policy, verified, progress)
+    graft = select(loaded, computes, found, card, policy, use, verified, progress)
     progress("check", 0, None, "comparing the grafted model with the original")
     graft = gate.filter_patches(graft, loaded)
     progress("check", 1, 1, f"{len(graft.accepted)} computes accepted")
@@ -164,44 +172,11 @@ def _tasks(computes: Sequence[Compute], found: planning.Candidates) -> list[Task
         for definition in compute.definitions:
             own = [b for b in compute.bound if b.definition.name == definition.name]
             for solution in found.solutions.get(definition.name, ()):
-                calls = seating.measured(compute, definition) if solution.meta.guard.static_shapes else own
+                static = solution.meta.guard.static_shapes
+                calls = seating.judged_calls(compute, definition.name) if static else own
                 captured = tuple(as_captured(b) for b in calls)
                 tasks.append(Task(solution, definition, captured, seating.original_kernel(own[0])))
     return tasks
-
-
-def _seat(
-    loaded: Loaded,
-    computes: Sequence[Compute],
-    found: planning.Candidates,
-    card: ModelCard,
-    policy: Policy,
-    evaluations: list[Evaluation],
-    progress: Progress,
-) -> Graft:
-    right = {(e.definition, e.solution) for e in evaluations if e.status is Status.PASSED}
-    progress("verify", len(evaluations), len(evaluations), f"{len(right)} of {len(evaluations)} solutions are right")
-    verified = [
-        [s for d in compute.definitions for s in found.solutions.get(d.name, ()) if (d.name, s.name) in right]
-        for compute in computes
-    ]
-    patches: list[Patch] = []
-    # Fusions that contain another compute come last: they must beat what was seated for their parts.
-    order = sorted(range(len(computes)), key=lambda i: any(s.kind == "statement" for s in computes[i].sites))
-    for step, index in enumerate(order):
-        compute = computes[index]
-        progress("measure", step, len(order), f"{compute.family} at {compute.sites[0].key}")
-        seats, times = seating.seat_regimes(compute, verified[index], policy=policy)
-        evaluations = [seating.with_performance(e, times) for e in evaluations]
-        reason = None if any(s.seated for s in seats) else _why_not(compute, seats, evaluations)
-        if policy == "fastest" and reason is None:
-            partial = _graft(card, policy, patches, computes, found, ())
-            seats = seating.against_parts(loaded.model, compute, seats, found.solutions, partial)
-            if not any(s.seated for s in seats):
-                reason = "its parts are as fast with what was seated for them"
-        patches.append(_patch(compute, seats, reason))
-    progress("measure", len(order), len(order), f"{sum(p.status == 'accepted' for p in patches)} computes seated")
-    return _graft(card, policy, patches, computes, found, evaluations)
 
 
 def as_captured(bound: Bound) -> Captured:
@@ -209,48 +184,3 @@ def as_captured(bound: Bound) -> Captured:
     call = bound.call
     label = f"{call.regime}{' padded' if call.padded else ''} {call.cache} {call.instance}"
     return Captured(inputs=bound.inputs, regime=call.regime, label=label, axes=axes_of(bound.definition, bound.inputs))
-
-
-def _patch(compute: Compute, seats: Sequence[Seat], reason: str | None) -> Patch:
-    return Patch(
-        family=compute.family,
-        sites=tuple(compute.sites),
-        semantics=compute.semantics,
-        definitions=tuple(d.name for d in compute.definitions),
-        status="accepted" if reason is None else "rejected",
-        reason=reason,
-        seats=tuple(seats),
-    )
-
-
-def _why_not(compute: Compute, seats: Sequence[Seat], evaluations: Sequence[Evaluation]) -> str:
-    names = {d.name for d in compute.definitions}
-    own = [e for e in evaluations if e.definition in names]
-    if not own:
-        return "unsuitable: no supplier has a candidate"
-    if all(e.status is not Status.PASSED for e in own):
-        return "unsuitable: " + "; ".join(f"{e.solution}: {e.reason}" for e in own)
-    figures = ", ".join(f"{s.regime} {s.original_us:.1f} µs against {s.solution_us:.1f} µs" for s in seats)
-    return f"the original is as fast or faster: {figures}"
-
-
-def _graft(
-    card: ModelCard,
-    policy: Policy,
-    patches: Sequence[Patch],
-    computes: Sequence[Compute],
-    found: planning.Candidates,
-    evaluations: Sequence[Evaluation],
-) -> Graft:
-    definitions = {d.name: d for c in computes for d in c.definitions}
-    kept = {e.solution for e in evaluations} | {name for p in patches for name in p.solutions}
-    solutions = {s.name: s for group in found.solutions.values() for s in group if s.name in kept}
-    return Graft(
-        model=card,
-        machine=machine.read(),
-        policy=policy,
-        patches=tuple(patches),
-        definitions=definitions,
-        solutions=solutions,
-        evaluations=tuple(evaluations),
-    )

@@ -15,6 +15,7 @@ from kernelgraft.families.base import Call, Recognition, Rejection
 from kernelgraft.families.reference import as_tuple, reference_function
 from kernelgraft.identity import model_card
 from kernelgraft.models import Loaded, left_padded, prompt_ids
+from kernelgraft.pipeline.points import PROMPT
 from kernelgraft.pipeline.progress import Progress, silent
 from kernelgraft.records import Definition, Research, ResearchRow, Site, WorkloadMeta
 from kernelgraft.sites import Run, capture, current, discover
@@ -22,7 +23,6 @@ from kernelgraft.store import Inventory
 from kernelgraft.suppliers.guards import bind_axes
 from kernelgraft.suppliers.ours import INTERPRET
 
-PROMPT = "The capital of France is"
 SHORT_PROMPT = "The capital"
 """Beside `PROMPT` in the left-padded batch."""
 NEW_TOKENS = 4
