@@ -9,18 +9,20 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernelgraft import families, machine, models, pipeline, suppliers
 from kernelgraft.bench import bench, figures, process, race, runner, stats, worker
 from kernelgraft.bench.coverage import Range, Recorder, ranged, shares
-from kernelgraft.bench.proof import attention_functions, prove
+from kernelgraft.bench.proof import attention_functions, differences, facts, prove
 from kernelgraft.bench.result import BenchResult, Proof
 from kernelgraft.errors import GraftError, KernelgraftError, MismatchError, UnreachedError, UsageError
 from kernelgraft.records import Graft, Patch, Seat
@@ -538,6 +540,153 @@ def test_transformers_own_compiler_says_the_same() -> None:
     tokens = compiled.generate()["tokens"]
     assert hasattr(compiled.model, "_compiled_call"), "generate did not compile"
     assert tokens == session(new_tokens=5).generate()["tokens"]
+
+
+# --- peers, through their own functions ---
+
+
+@pytest.fixture
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a package `tilegym` with the given text on the path; what it changes in transformers is put back."""
+    from transformers.models.gemma3 import modeling_gemma3
+    from transformers.models.llama import modeling_llama
+
+    for home, name in ((modeling_llama, "LlamaRMSNorm"), (modeling_llama, "LlamaMLP"), (modeling_gemma3, "Gemma3MLP")):
+        monkeypatch.setattr(home, name, getattr(home, name))
+
+    def write(text: str) -> None:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "tilegym"]:
+            monkeypatch.delitem(sys.modules, name)
+        home = tmp_path / "tilegym" / "transformers"
+        home.mkdir(parents=True)
+        (tmp_path / "tilegym" / "__init__.py").touch()
+        (home / "__init__.py").touch()
+        (home / "monkey_patch.py").write_text(textwrap.dedent(text))
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield write
+    for name in [n for n in sys.modules if n.partition(".")[0] == "tilegym"]:
+        del sys.modules[name]
+
+
+NORM = """
+    import torch
+    from torch import nn
+
+    class OtherNorm(nn.Module):
+        def __init__(self, size, eps=1e-6):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((size,), 7.0))
+            self.eps = eps
+
+        def forward(self, x):
+            return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+"""
+
+
+def test_a_peer_is_applied_before_the_model_is_built(peer: Any) -> None:
+    peer(
+        NORM
+        + """
+    def into(use_cutile=False, rope=True):
+        print("a lot of noise")
+        from transformers.models.llama import modeling_llama
+        assert use_cutile and rope
+        modeling_llama.LlamaRMSNorm = OtherNorm
+
+    MODEL_TYPE_TO_APPLY_TILEGYM_FN = {"llama": into}
+    """
+    )
+    original = session()
+    patched = session(contender="tilegym")
+    assert original.start()["weights"] == patched.start()["weights"]
+    evidence = patched.proof()["evidence"]
+    other = "tilegym.transformers.monkey_patch.OtherNorm"
+    assert evidence[0] == "called: tilegym.transformers.monkey_patch.into"
+    layers = original.model.config.num_hidden_layers
+    assert f"model.layers.*.input_layernorm: {other} ×{layers}" in evidence
+    assert f"model.norm: {other}" in evidence
+    assert f"transformers.models.llama.modeling_llama.LlamaRMSNorm: {other}" in evidence
+    assert len(evidence) == 5
+    assert patched.generate()["tokens"] == original.generate()["tokens"]
+    assert original.proof()["evidence"] != [], "the original's process would notice a change of its own modules"
+
+
+def test_a_text_model_takes_the_patch_of_the_composite_one(peer: Any) -> None:
+    peer(
+        """
+    def into():
+        from transformers.models.gemma3 import modeling_gemma3
+
+        class OtherMLP(modeling_gemma3.Gemma3MLP):
+            pass
+
+        modeling_gemma3.Gemma3MLP = OtherMLP
+
+    MODEL_TYPE_TO_APPLY_TILEGYM_FN = {"bert": None, "gemma3": into}
+    """
+    )
+    lines = session(contender="tilegym", spec="config:gemma3_text").proof()["evidence"]
+    assert any(line.startswith("model.layers.*.mlp: ") for line in lines)
+
+
+def test_a_patch_is_also_found_by_the_name_of_its_function(peer: Any) -> None:
+    peer(
+        NORM
+        + """
+    def apply_tilegym_kernel_to_llama():
+        from transformers.models.llama import modeling_llama
+        modeling_llama.LlamaRMSNorm = OtherNorm
+    """
+    )
+    assert "apply_tilegym_kernel_to_llama" in session(contender="tilegym").proof()["evidence"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("MODEL_TYPE_TO_APPLY_TILEGYM_FN = {}", "has no patch for `llama`"),
+        ("MODEL_TYPE_TO_APPLY_TILEGYM_FN = {'llama': print}", "changes nothing in `LlamaForCausalLM`"),
+        ("import no_such_package", r"cannot be imported \(ModuleNotFoundError: No module named 'no_such_package'\)"),
+        (
+            "from torch import nn\n"
+            "class Other(nn.Module):\n"
+            "    def __init__(self, *a, **k):\n"
+            "        super().__init__()\n"
+            "        self.packed = nn.Linear(4, 4)\n"
+            "def into():\n"
+            "    from transformers.models.llama import modeling_llama\n"
+            "    modeling_llama.LlamaMLP = Other\n"
+            "MODEL_TYPE_TO_APPLY_TILEGYM_FN = {'llama': into}\n",
+            "does not take the original's weights",
+        ),
+    ],
+)
+def test_what_a_peer_cannot_do_is_told(peer: Any, text: str, words: str) -> None:
+    peer(text)
+    with pytest.raises(UsageError, match=words):
+        session(contender="tilegym")
+
+
+def test_differences_name_what_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model = small()
+    before = facts(model)
+    assert differences(before, facts(model)) == []
+    model.model.layers[0].mlp.forward = types.MethodType(type(model.model.layers[0].mlp).forward, model)
+    model.model.layers[1].mlp.forward = types.MethodType(lambda self, x: x, model)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", F.silu)
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", modeling_llama.LlamaMLP.forward)
+    monkeypatch.setattr(F, "cross_entropy", F.silu)
+    assert sorted(differences(before, facts(model))) == [
+        "model.layers.*.mlp.forward: a copy of its class's own with other names in it",
+        f"model.layers.*.mlp.forward: {__name__}.test_differences_name_what_stands_where.<locals>.<lambda>",
+        "torch.nn.functional.cross_entropy: torch.nn.functional.silu",
+        "transformers.models.llama.modeling_llama.LlamaModel.forward: "
+        "transformers.models.llama.modeling_llama.LlamaMLP.forward",
+        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb: torch.nn.functional.silu",
+    ]
 
 
 def test_peak_memory_is_the_process_own() -> None:
