@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kernelgraft.bench import roofline
-from kernelgraft.bench.counting import pairs, tensor_bytes
+from kernelgraft.bench.counting import Counter, pairs, tensor_bytes
 from kernelgraft.bench.result import Figure, Run, Side
 from kernelgraft.bench.roofline import Limits, Work, against, limits, work
 from kernelgraft.errors import KernelgraftError
@@ -286,3 +286,40 @@ def test_limits_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = limits(torch.device("cpu"), torch.float32)
     assert 0.01 < found.bandwidth_gb_s < 10_000 and 0 < found.tflops < 100
     assert limits(torch.device("cpu"), torch.float32) is found
+
+
+class _Reader(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(8, 4))
+
+
+def read_by(use: Any) -> float:
+    model = _Reader()
+    with torch.no_grad(), Counter(model) as counter:
+        use(model.table, counter)
+    return counter.bytes_read
+
+
+def test_each_place_of_a_weight_counts_once() -> None:
+    ones = torch.ones(4, 2)
+    assert read_by(lambda table, _: (table @ ones, table @ ones, table.t().contiguous())) == 128
+    assert read_by(lambda table, _: table[:3] @ ones) == 48
+    assert read_by(lambda table, _: (table[:3] @ ones, table[3:5] @ ones)) == 80
+    assert (
+        read_by(lambda table, _: (table[:7] @ ones, table[1:] @ ones, table[2:] @ ones)) == 128
+    )  # never more than all
+    assert read_by(lambda table, _: table.view(4, 8).expand(2, 4, 8)) == 0  # a view reads nothing
+    assert read_by(lambda table, _: torch.nn.functional.embedding(torch.tensor([1, 1, 5]), table)) == 48
+    assert read_by(lambda table, _: table[torch.arange(100) % 8]) == 128
+
+
+def test_nothing_counts_in_a_pause() -> None:
+    def use(table: torch.Tensor, counter: Counter) -> None:
+        with counter.pause():
+            table @ torch.ones(4, 2)
+            counter.read(table)
+        assert counter.flops == 0
+
+    assert read_by(use) == 0
+    assert read_by(lambda table, counter: counter.read(table)) == 128
