@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import tempfile
@@ -90,6 +91,8 @@ FOREIGN = (
     "cutile_attention_kernel",
     "tile_gemm_K64",
     "x_K1_Ab2",
+    "fused_rope_K128",
+    "moe_K64_I8",
     "_Kv1",
     "void rope_embedding<float>(float*, int)",
     "void vllm::moe_align_block_size_kernel<int>(int*)",
@@ -158,6 +161,7 @@ def test_labels() -> None:
 
 def test_a_kernel_belongs_to_the_innermost_module_and_the_outermost_operator_in_it() -> None:
     trace = read(
+        op("wrapped::model", -10, 300),
         note(mark(MODULE, "layers.*", "Layer"), 0, 100),
         note(mark(MODULE, "layers.*.mlp", "MLP"), 10, 50),
         op("aten::linear", 12, 20),
@@ -307,6 +311,9 @@ def test_a_kernel_whose_launch_is_lost_is_in_the_window_of_the_one_before_it() -
     events = [*steps("prefill", "decode"), kernel("lost", 215, 10)]
     assert read(*events, regime="decode").kernels == 2
     assert read(*events, regime="prefill").kernels == 1
+    events = [*steps("prefill", "decode"), kernel("lost", 112, 10)]  # it runs when the next step has begun
+    assert read(*events, regime="decode").kernels == 1
+    assert read(*events, regime="prefill").kernels == 2
 
 
 def test_replaced_sites_and_solutions() -> None:
@@ -546,6 +553,21 @@ def test_a_grafted_model_s_own_kernels_are_covered(loaded: Any, graft: Graft) ->
     assert unchanged(plain, model)
 
 
+def test_a_trace_is_of_what_runs_without_it(loaded: Any) -> None:
+    """Fusions leave modules that have hooks or another forward to the original: the trace must not make them do so."""
+    graft = hand_made.make_graft(loaded)
+    assert {p.family for p in graft.accepted} >= {"residual_norm", "gated_mlp", "rope"}
+    with patch.apply(graft, loaded.model) as applied:
+        run = generating(loaded.model, 3)
+        run()
+        one = [(row["calls"], row["fallbacks"]) for row in applied.report()]
+        measure(loaded.model, run, regime="decode", tokens=2, applied=applied, profiler=fake_gpu)
+        runs = 1 + tracing.WALL_RUNS + 1
+        for (calls, fallbacks), row in zip(one, applied.report(), strict=True):
+            assert row["calls"] == {name: runs * count for name, count in calls.items()}
+            assert row["fallbacks"] == {reason: runs * count for reason, count in fallbacks.items()}
+
+
 def test_the_wall_is_measured_without_the_profiler(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill lasts 4 s, each of two decode steps 1 s; a profiled run would last a hundred times as long."""
     model, now = loaded.model, [0.0]
@@ -566,6 +588,24 @@ def test_the_wall_is_measured_without_the_profiler(loaded: Any, monkeypatch: pyt
         )
         found[regime] = trace.wall_ms
     assert found == {"prefill": pytest.approx(4000), "decode": pytest.approx(2000)}
+
+
+def test_a_module_that_is_compiled_itself_gets_no_ranges() -> None:
+    compiled = CompileCounter()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].compile(backend=compiled)
+    inputs = torch.ones(1, 8)
+
+    def run(whole: nn.Module) -> Any:
+        with torch.no_grad():
+            return whole(inputs)
+
+    for whole in (model, nn.Sequential(torch.compile(nn.Linear(8, 8), backend=compiled))):
+        run(whole)
+        frames = compiled.frame_count
+        trace = measure(whole, functools.partial(run, whole), regime="prefill", tokens=1, profiler=fake_gpu)
+        assert {s.path for s in trace.modules} == {""}
+        assert compiled.frame_count == frames
 
 
 class Toy(nn.Module):
@@ -627,6 +667,7 @@ def test_an_error_in_the_run_leaves_the_model_as_it_was(loaded: Any, graft: Graf
     with pytest.raises((TypeError, AttributeError)):
         measure(model, fail, regime="prefill", tokens=2, graft=graft, profiler=fake_gpu)
     assert unchanged(before, model)
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,7 +1,7 @@
 """Where a contender's GPU time goes: runs without the profiler for their length, one with it for the kernels.
 
 While it is profiled, every module, every replaced site and every kernel of a graft stands in a range of its own; the
-model is left as it was. Compiled modules are not hooked, so that nothing compiles anew: their kernels have no path.
+model is left as it was. Compiled modules have no ranges, so that nothing compiles anew: their kernels have no path.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(
         raise UsageError("a trace of kernels needs a CUDA device; leave traces out on this machine")
     wall_ms = statistics.median(_wall_ms(model, run, regime) for _ in range(WALL_RUNS))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_marked(model, stop_modules_at_decode=regime == "prefill"))
+        stack.enter_context(_marked(model))
         if graft is not None:
             stack.enter_context(ranged(model, serving(graft, regime), _Spans()))
         if applied is not None:
@@ -157,64 +157,56 @@ def _length(inputs: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _marked(model: nn.Module, *, stop_modules_at_decode: bool) -> Iterator[None]:
+def _marked(model: nn.Module) -> Iterator[None]:
     """While it lasts, steps and modules leave their marks in a trace."""
-    with contextlib.ExitStack() as modules, contextlib.ExitStack() as steps:
-        # A compiled forward is left alone; what runs before its first step is not, and has its ranges.
-        compiled = any(_is_compiled(m) for m in model.modules())
-        if not compiled or stop_modules_at_decode:
+    # `generate` keeps here what it compiled; it decodes with it, the prefill is not compiled and has its ranges.
+    decodes_compiled = model.__dict__.get("_compiled_call") is not None
+    with contextlib.ExitStack() as modules:
+        if not any(_is_compiled(m) for m in model.modules()):
             modules.enter_context(_module_ranges(model))
 
         def begun(regime: str) -> None:
-            if compiled and regime == "decode":
+            if decodes_compiled and regime == "decode":
                 modules.close()
             with record_function(mark(STEP, regime)):
                 pass
 
-        steps.enter_context(_steps(model, begun))
-        yield
+        with _steps(model, begun):
+            yield
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return (
-        "_orig_mod" in module._modules  # what torch.compile makes of a module
-        or module.__dict__.get("_compiled_call_impl") is not None
-        or module.__dict__.get("_compiled_call") is not None  # where `generate` keeps what it compiled
-    )
+    """What torch.compile makes of a module, or a module on which `compile` was called."""
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
 
 
 @contextlib.contextmanager
 def _module_ranges(model: nn.Module) -> Iterator[None]:
-    """A range around each call of each module, by its path with list indices as `*`."""
+    """A range around each call of each module, by its path with list indices as `*`.
+
+    Hooks would be simpler, but a fused kernel leaves a module that has hooks to the original, so the trace would be of
+    another model. The way in that all modules share is replaced meanwhile; calls of other modules pass through.
+    """
     patterns = path_patterns(model)
-    handles: list[Any] = []
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        product = "product" if any(p.dim() > 1 for p in module.parameters(recurse=False)) else ""
+        names[id(module)] = mark(MODULE, patterns[path], type(module).__name__, product)
+    plain = nn.Module.__call__
+
+    @functools.wraps(plain)
+    def through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(id(self))
+        if name is None:
+            return plain(self, *args, **kwargs)
+        with record_function(name):
+            return plain(self, *args, **kwargs)
+
+    nn.Module.__call__ = through  # type: ignore[method-assign]
     try:
-        for path, module in model.named_modules():
-            product = "product" if any(p.dim() > 1 for p in module.parameters(recurse=False)) else ""
-            handles += _hooks(module, mark(MODULE, patterns[path], type(module).__name__, product))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hooks(module: nn.Module, name: str) -> list[Any]:
-    opened: list[record_function] = []
-
-    def before(*_: Any) -> None:
-        entered = record_function(name)
-        entered.__enter__()
-        opened.append(entered)
-
-    def after(*_: Any) -> None:
-        if opened:
-            opened.pop().__exit__(None, None, None)
-
-    # The first hook of a call and the last one, so that what other hooks launch is inside.
-    return [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-    ]
+        nn.Module.__call__ = plain  # type: ignore[method-assign]
 
 
 class _Spans(Recorder):
