@@ -542,7 +542,7 @@ def test_a_grafted_model_s_own_kernels_are_covered(loaded: Any, graft: Graft) ->
     with patch.apply(graft, model) as applied:
         run = generating(model, 3)
         before, expected = held(model), run()
-        trace = measure(model, run, regime="decode", tokens=2, applied=applied, profiler=fake_gpu)
+        trace = measure(model, run, regime="decode", tokens=2, graft=graft, applied=applied, profiler=fake_gpu)
         assert inside(trace, "norm") > 5
         assert not any(s.path.endswith("norm") for s in trace.uncovered)
         assert any(s.path.endswith("down_proj") for s in trace.uncovered)
@@ -674,3 +674,40 @@ def test_an_error_in_the_run_leaves_the_model_as_it_was(loaded: Any, graft: Graf
 def test_without_a_gpu_there_is_no_trace() -> None:
     with pytest.raises(UsageError, match="needs a CUDA device"):
         measure(nn.Linear(2, 2), lambda: None, regime="prefill", tokens=1)
+
+
+@pytest.mark.gpu
+def test_real_traces_add_up_to_the_profiler_s_total() -> None:
+    from kernelgraft.kernels.rms_norm import rms_norm
+
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU()).cuda().bfloat16()
+    x, weight = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16), torch.rand(256, device="cuda").bfloat16()
+    totals = []
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(3):
+                rms_norm(model(x), weight)
+
+    def profiler(function: Callable[[], Any]) -> dict[str, Any]:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            function()
+            torch.cuda.synchronize()
+        device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        notes = [e for e in profile.events() if e.device_type == device and not e.is_user_annotation]
+        totals.append(sum(e.self_device_time_total for e in notes))
+        with tempfile.TemporaryDirectory() as folder:
+            profile.export_chrome_trace(f"{folder}/trace.json")
+            found: dict[str, Any] = json.loads(Path(folder, "trace.json").read_bytes())
+        return found
+
+    run()
+    trace = measure(model, run, regime="prefill", tokens=64, profiler=profiler)
+    adds_up(trace, trace.kernel_us)
+    assert trace.kernel_us == pytest.approx(totals[0], rel=0.01)
+    assert trace.kernels >= 9
+    assert 0 < trace.cutile_percent < 100
+    assert trace.languages_percent["cublas"] > 0
+    assert {("0", "Linear", 3), ("1", "GELU", 3)} <= {(s.path, s.name, s.calls) for s in trace.modules}
+    assert measure(model, run, regime="prefill", tokens=64).kernels == trace.kernels

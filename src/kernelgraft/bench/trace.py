@@ -52,7 +52,7 @@ def measure(
 
     `tokens`: of one sequence's prompt; for decode it is replaced by the number of steps. About eight decode steps are
     enough: a trace has some thousand events a step. `graft`: for the original's `replaced_percent`. `applied`: the
-    graft that is on the model. `profiler` runs and returns a trace in Chrome's format; for tests. `run` is called
+    graft that is on the model; `graft` is not looked at then. `profiler` runs and returns a trace in Chrome's format; for tests. `run` is called
     WALL_RUNS + 1 times. If it makes no step of `generate`, all of it is the window. Raises UsageError if no kernel was
     recorded.
     """
@@ -61,7 +61,7 @@ def measure(
     wall_ms = statistics.median(_wall_ms(model, run, regime) for _ in range(WALL_RUNS))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_marked(model))
-        if graft is not None:
+        if graft is not None and applied is None:
             stack.enter_context(ranged(model, serving(graft, regime), _Spans()))
         if applied is not None:
             stack.enter_context(applied.wrapped(_in_range))
@@ -72,7 +72,7 @@ def measure(
         tokens=tokens,
         triton=triton_names(),
         wall_ms=wall_ms,
-        sites=graft is not None,
+        sites=graft is not None and applied is None,
     )
 
 
