@@ -25,6 +25,7 @@ from report_samples import (
     side,
     site,
     solution,
+    trace,
 )
 from rich.console import Console
 
@@ -219,6 +220,19 @@ def test_the_coverage_line_is_for_whoever_has_cutile_kernels() -> None:
     assert [line.partition(":")[0] for line in coverage] == ["kernelgraft, prefill", "kernelgraft, decode"]
     assert "eager, decode: 22.95 % of the GPU time is in what the graft replaces" in lines
     assert "kernelgraft, decode: left to libraries: 45.7 % (cuBLAS 35.6, flash attention 10.2)" in lines
+
+
+def test_a_peer_with_cutile_kernels_has_its_coverage_too() -> None:
+    eager, _, _, peer, _ = on_a_gpu().contenders
+    peer = peer.model_copy(update={"name": "tilegym", "traces": (trace("decode", cutile=12.5),)})
+    lines = report.trace_lines(BENCH.model_copy(update={"contenders": (eager, peer)}))
+    assert "tilegym, decode: >>> cuTile Kernel Coverage (GPU Time):    12.50% <<<" in lines
+
+
+def test_the_compiled_original_is_no_peer() -> None:
+    lines = report.bench_lines(on_a_gpu())
+    assert "kernelgraft over the fastest peer, liger: 1.282x" in lines
+    assert "kernelgraft over static-compile: 0.250x" in lines
 
 
 def test_one_line_a_regime_says_what_the_machine_allows() -> None:
