@@ -52,9 +52,9 @@ def measure(
 
     `tokens`: of one sequence's prompt; for decode it is replaced by the number of steps. About eight decode steps are
     enough: a trace has some thousand events a step. `graft`: for the original's `replaced_percent`. `applied`: the
-    graft that is on the model; `graft` is not looked at then. `profiler` runs and returns a trace in Chrome's format; for tests. `run` is called
-    WALL_RUNS + 1 times. If it makes no step of `generate`, all of it is the window. Raises UsageError if no kernel was
-    recorded.
+    graft that is on the model; `graft` is not looked at then. `profiler` runs and returns a trace in Chrome's format;
+    for tests. `run` is called WALL_RUNS + 1 times. If it makes no step of `generate`, all of it is the window. Raises
+    UsageError if no kernel was recorded.
     """
     if profiler is None and not torch.cuda.is_available():
         raise UsageError("a trace of kernels needs a CUDA device; leave traces out on this machine")
