@@ -226,7 +226,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
     commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     flags = {name: sorted(o for p in c.params for o in p.opts if o.startswith("--")) for name, c in commands.items()}
     common = ["--device", "--dtype", "--json", "--out", "--trust-remote-code"]
-    judging = ["--judge", "--jobs", "--fresh", "--batch", "--prefill", "--mode"]
+    judging = ["--judge", "--jobs", "--fresh", "--batch", "--prefill", "--mode", "--ablate"]
     assert flags == {
         "doctor": ["--json"],
         "research": common,

@@ -277,3 +277,39 @@ def test_a_graft_can_be_restricted_to_a_language() -> None:
     assert {n for p in kept.accepted for n in p.solutions} == {name}
     assert all(p.reason and "cuda-tile" in p.reason for p in kept.patches if p.status == "rejected")
     assert not pipeline.restricted(graft, language="triton").accepted
+
+
+def test_another_language_takes_the_seat_where_it_is_faster_than_the_original() -> None:
+    graft = hand_made.make_graft(hand_made.load("llama"), only={"gated_mlp"})
+    (patch_,), (name, base) = graft.patches, next(iter(graft.solutions.items()))
+    tile = base.model_copy(update={"name": "tile", "spec": base.spec.model_copy(update={"language": "cuda-tile"})})
+    timed = {"original_us": 10.0, "solution_us": 4.0, "spread_us": 0.5}
+    seats = [
+        patch_.seats[0].model_copy(update=timed | {"candidates_us": {name: 4.0, "tile": us}, "seated": seated})
+        for us, seated in ((6.0, True), (9.8, True), (12.0, True), (6.0, False))
+    ]
+    patch_ = patch_.model_copy(update={"seats": tuple(seats)})
+    graft = graft.model_copy(
+        update={"policy": "fastest", "patches": (patch_,), "solutions": {name: base, "tile": tile}}
+    )
+    found = pipeline.restricted(graft, language="cuda-tile").patches[0]
+    assert [(s.solution, s.seated, s.solution_us) for s in found.seats[:3]] == [
+        ("tile", True, 6.0),
+        ("tile", False, 9.8),
+        ("tile", False, 12.0),
+    ]
+    assert found.seats[3] == seats[3], "what was decided against is not taken up again"
+    verified = pipeline.restricted(graft.model_copy(update={"policy": "verified"}), language="cuda-tile").patches[0]
+    assert [s.seated for s in verified.seats] == [True, True, True, False]
+
+
+def test_candidates_of_other_languages_are_left_out_with_the_reason(tiny: models.Loaded, tmp_path: Path) -> None:
+    _, computes = pipeline.research(tiny, Inventory(tmp_path / "languages"))
+    suppliers = planning.chosen(["torch"], machine.read())
+    found = planning.candidates(computes, suppliers, machine.read(), languages=("cuda-tile",))
+    assert not any(found.solutions.values())
+    reasons = [line.reason or "" for row in found.rows for line in row.candidates]
+    assert any("written in python, and only cuda-tile is asked for" in reason for reason in reasons)
+    everything = planning.candidates(computes, suppliers, machine.read())
+    again = planning.candidates(computes, suppliers, machine.read(), languages=("python",))
+    assert again.solutions == everything.solutions

@@ -84,13 +84,13 @@ def test_verdicts_come_in_the_order_of_the_tasks_and_are_known_the_next_time() -
 def test_two_are_judged_at_a_time(fake: Any) -> None:
     both = threading.Barrier(2, timeout=20)
     fake.during = lambda name: both.wait()
-    with Judges(FEW, jobs=2) as judges:
+    with Judges(FEW, jobs=2, family=lambda name: FAMILY) as judges:
         assert len(judges.verify([task(f"s{i}") for i in range(4)])) == 4
     assert len(fake.made) == 2
 
 
 def test_one_job_is_one_judge(fake: Any) -> None:
-    with Judges(FEW, jobs=1) as judges:
+    with Judges(FEW, jobs=1, family=lambda name: FAMILY) as judges:
         judges.verify([task(f"s{i}") for i in range(3)])
     assert len(fake.made) == 1
 
@@ -120,7 +120,7 @@ def test_few_of_the_large_ones_run_at_once_and_the_small_ones_do_not_wait(
 
     fake.during = during
     tasks = [task(f"heavy{i}", captured=(large,)) for i in range(5)] + [task("light")]
-    with Judges(FEW, jobs=4) as judges:
+    with Judges(FEW, jobs=4, family=lambda name: FAMILY) as judges:
         found = judges.verify(tasks)
     assert [e.solution for e in found] == [t.solution.name for t in tasks]
     assert most[0] == 1
@@ -135,7 +135,10 @@ def test_an_error_ends_all_that_runs(fake: Any) -> None:
 
     fake.during = during
     before = threading.active_count()
-    with Judges(FEW, jobs=2) as judges, pytest.raises(ValueError, match="of the judge itself"):
+    with (
+        Judges(FEW, jobs=2, family=lambda name: FAMILY) as judges,
+        pytest.raises(ValueError, match="of the judge itself"),
+    ):
         judges.verify([task(f"s{i}") for i in range(20)])
     assert threading.active_count() == before
     assert len(begun) <= 2
@@ -159,7 +162,7 @@ def test_torch_has_its_threads_back(fake: Any) -> None:
     try:
         seen: list[int] = []
         fake.during = lambda name: seen.append(torch.get_num_threads())
-        with Judges(FEW, jobs=1) as judges:
+        with Judges(FEW, jobs=1, family=lambda name: FAMILY) as judges:
             judges.verify([task("one")])
         assert seen == [1]
         assert torch.get_num_threads() == 3
@@ -224,7 +227,7 @@ def test_fresh_judges_again_and_keeps_what_it_finds(fake: Any) -> None:
     seen: list[str] = []
     fake.during = seen.append
     for fresh in (False, True, False):
-        with Judges(FEW, jobs=1, fresh=fresh) as judges:
+        with Judges(FEW, jobs=1, fresh=fresh, family=lambda name: FAMILY) as judges:
             found = judges.verify([task("s")])
     assert seen == ["s", "s"]
     assert found[0].earlier
@@ -233,7 +236,7 @@ def test_fresh_judges_again_and_keeps_what_it_finds(fake: Any) -> None:
 def test_a_cache_that_cannot_be_written_is_no_error(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KERNELGRAFT_CACHE", str(tmp_path / "file"))
-    with Judges(FEW, jobs=1) as judges:
+    with Judges(FEW, jobs=1, family=lambda name: FAMILY) as judges:
         assert judges.verify([task("s")])[0].status is Status.PASSED
 
 

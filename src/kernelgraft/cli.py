@@ -58,6 +58,9 @@ Prefills = Annotated[
 ModeOption = Annotated[
     str, typer.Option("--mode", help="eager, or graph: what counts is device time, as inside a CUDA graph.")
 ]
+Ablate = Annotated[
+    bool, typer.Option("--ablate", help="Measure well what each compute gains in the whole model, and show it.")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the model's own).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code from the hub.")]
@@ -199,6 +202,7 @@ def integrate(
     batch: Batches = None,
     prefill: Prefills = None,
     mode: ModeOption = "eager",
+    ablate: Ablate = False,
     force: Force = False,
     json_file: Json = None,
     device: Device = "cpu",
@@ -225,12 +229,22 @@ def integrate(
             with pipeline.Judges(options, device=device, jobs=jobs, fresh=fresh, early=device != "cpu") as judges:
                 computes = pipeline.recapture(loaded, record, inventory.definitions())
                 return pipeline.make_graft(
-                    loaded, computes, planned, inventory, policy=how, use=use, judges=judges, progress=progress
+                    loaded,
+                    computes,
+                    planned,
+                    inventory,
+                    policy=how,
+                    use=use,
+                    ablate=ablate,
+                    judges=judges,
+                    progress=progress,
                 )
 
         graft = pipeline.led(work)(_load(record.model.name, record.model.dtype, device, trust_remote_code))
     if not _wrote_json(graft.model_dump(mode="json"), json_file):
         Console().print(graft_table(graft))
+        if ablate:
+            _print_contributions(Console(), graft)
         _say_files(folder)
 
 
@@ -405,6 +419,7 @@ def run(
     batch: Batches = None,
     prefill: Prefills = None,
     mode: ModeOption = "eager",
+    ablate: Ablate = False,
     force: Force = False,
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved pairs of benchmark runs.")] = 5,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per benchmark run.")] = 64,
@@ -428,6 +443,7 @@ def run(
             suppliers=chosen,
             policy=how,
             use=use,
+            ablate=ablate,
             force=force,
             options=options,
             jobs=jobs,
@@ -440,6 +456,8 @@ def run(
     if done.already:
         people.print(f"{done.already}; --force redoes it")
     console.print(report.graft_table(done.graft))
+    if ablate:
+        _print_contributions(console, done.graft)
     result = store.load_record("bench", BenchResult) if done.already and store.has_record("bench") else None
     if result is not None:
         console.print(report.bench_table(result))
@@ -586,6 +604,15 @@ def _policy(name: str) -> Any:
     if name not in ("fastest", "verified"):
         raise UsageError(f"policy `{name}` is not fastest or verified")
     return name
+
+
+def _print_contributions(console: Console, graft: Any) -> None:
+    from kernelgraft.report.contributions import contributions_table
+
+    if graft.contributions:
+        console.print(contributions_table(graft))
+    else:
+        people.print("nothing was measured end to end: the graft was there before, or has no accepted compute")
 
 
 def _use(batches: str | None, prefills: str | None, mode: str, device: str) -> Any:

@@ -512,6 +512,34 @@ class EndToEnd(Record):
     grafted_error: float | None = None
 
 
+class Contribution(Record):
+    """What one compute of a graft does for the whole model: on against off, interleaved, the rest of the graft on."""
+
+    family: str
+    """`all`: the whole graft against the original."""
+    sites: tuple[str, ...]
+    """`Site.key` of each; empty for the whole graft."""
+    regime: Regime
+    batch: int
+    prompt_tokens: int | None
+    """None: the short prompt that research uses."""
+    on_ms: float
+    """Decode: of one step; prefill: until the first token. The mean over rounds."""
+    off_ms: float
+    interval_ms: tuple[float, float]
+    """95 % interval of off minus on; above zero it is a gain."""
+
+    @property
+    def gain_ms(self) -> float:
+        """Off minus on."""
+        return self.off_ms - self.on_ms
+
+    @property
+    def gain_percent(self) -> float:
+        """Of the time without it."""
+        return 100 * self.gain_ms / self.off_ms
+
+
 class Graft(Record):
     """All of a model's patches with their evidence; self-contained."""
 
@@ -526,6 +554,8 @@ class Graft(Record):
     solutions: dict[str, Solution]
     evaluations: tuple[Evaluation, ...]
     end_to_end: EndToEnd | None = None
+    contributions: tuple[Contribution, ...] = ()
+    """What the whole and each accepted patch gained when the model ran with it; empty if that was not measured."""
 
     @property
     def accepted(self) -> tuple[Patch, ...]:

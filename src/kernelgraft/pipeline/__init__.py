@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernelgraft.pipeline.ablation import ablate
 from kernelgraft.pipeline.compile_check import compile_check
 from kernelgraft.pipeline.integration import Integration, integrate, make_graft, restricted, run_integration
 from kernelgraft.pipeline.planning import already, candidates, chosen, make_plan, planned
@@ -17,6 +18,7 @@ __all__ = [
     "Judges",
     "Progress",
     "Use",
+    "ablate",
     "already",
     "candidates",
     "chosen",

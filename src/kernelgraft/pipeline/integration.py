@@ -16,7 +16,7 @@ from kernelgraft.errors import NothingToPatch
 from kernelgraft.evaluate import Captured, JudgeOptions
 from kernelgraft.identity import model_card
 from kernelgraft.models import Loaded, wrap
-from kernelgraft.pipeline import gate, planning, seating
+from kernelgraft.pipeline import ablation, gate, planning, seating
 from kernelgraft.pipeline.points import Use
 from kernelgraft.pipeline.progress import Progress, silent
 from kernelgraft.pipeline.ranks import led
@@ -24,7 +24,7 @@ from kernelgraft.pipeline.researching import Bound, Compute, axes_of, research
 from kernelgraft.pipeline.seating import Policy
 from kernelgraft.pipeline.selection import select
 from kernelgraft.pipeline.verifying import Judges, Task
-from kernelgraft.records import Graft, MachineCard, Plan, Research, Seat
+from kernelgraft.records import Contribution, Graft, MachineCard, Plan, Research, Seat
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.base import Supplier
 
@@ -51,18 +51,22 @@ def integrate(
     suppliers: Sequence[str] | Sequence[Supplier] | None = None,
     policy: Policy = "fastest",
     use: Use = USUAL,
+    ablate: bool = False,
     force: bool = False,
     options: JudgeOptions | None = None,
     jobs: int | None = None,
     fresh: bool = False,
+    languages: Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> Graft:
     """Research a live model, verify and time every candidate, and return the graft; the model is left as it was.
 
     `suppliers` are names (None: all that run here) or Supplier objects. With `out`, all records are written to that
-    folder. `use` says what the choice is made for. `jobs` Solutions are verified at a time (None: as many as there are
-    cores, two fewer beside a GPU); `fresh` judges again what an earlier run has verified. Raises NothingToPatch if no
-    site is recognised, UsageError for a wrong name or folder.
+    folder. `use` says what the choice is made for; with `ablate`, what each compute gains end to end is measured in
+    more rounds, and also where that decides nothing. `jobs` Solutions are verified at a time (None: as many as there
+    are cores, two fewer beside a GPU); `fresh` judges again what an earlier run has verified; `languages` are those of
+    the Solutions that are tried (None: all). Raises NothingToPatch if no site is recognised, UsageError for a wrong
+    name or folder.
     """
     loaded = model if isinstance(model, Loaded) else wrap(model, tokenizer, name)
     with contextlib.ExitStack() as stack:
@@ -73,10 +77,12 @@ def integrate(
             suppliers=suppliers,
             policy=policy,
             use=use,
+            ablate=ablate,
             force=force,
             options=options,
             jobs=jobs,
             fresh=fresh,
+            languages=languages,
             progress=progress,
         ).graft
 
@@ -89,10 +95,12 @@ def run_integration(
     suppliers: Sequence[str] | Sequence[Supplier] | None = None,
     policy: Policy = "fastest",
     use: Use = USUAL,
+    ablate: bool = False,
     force: bool = False,
     options: JudgeOptions | None = None,
     jobs: int | None = None,
     fresh: bool = False,
+    languages: Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> Integration:
     """`integrate` into an inventory, with every record that it made.
@@ -109,9 +117,19 @@ def run_integration(
         record, computes = research(loaded, inventory, progress=progress)
         if not computes:
             raise NothingToPatch(f"`{card.name}` has no site that a kernel could take: see `kernelgraft research`")
-        found = planning.candidates(computes, chosen, here)
+        found = planning.candidates(computes, chosen, here, languages=languages)
         plan = planning.make_plan(card, found, inventory)
-        graft = make_graft(loaded, computes, found, inventory, policy=policy, use=use, judges=judges, progress=progress)
+        graft = make_graft(
+            loaded,
+            computes,
+            found,
+            inventory,
+            policy=policy,
+            use=use,
+            ablate=ablate,
+            judges=judges,
+            progress=progress,
+        )
     return Integration(record, plan, graft, None)
 
 
@@ -123,6 +141,7 @@ def make_graft(
     *,
     policy: Policy = "fastest",
     use: Use = USUAL,
+    ablate: bool = False,
     judges: Judges,
     progress: Progress = silent,
 ) -> Graft:
@@ -134,29 +153,71 @@ def make_graft(
     progress("check", 0, None, "comparing the grafted model with the original")
     graft = gate.filter_patches(graft, loaded)
     progress("check", 1, 1, f"{len(graft.accepted)} computes accepted")
+    graft = end_to_end(loaded, graft, use, ablate=ablate, progress=progress)
     inventory.append_evaluations(graft.evaluations, machine.read())
     inventory.save_record("graft", graft)
     return graft
 
 
+def end_to_end(
+    loaded: Loaded, graft: Graft, use: Use = USUAL, *, ablate: bool = False, progress: Progress = silent
+) -> Graft:
+    """The graft with what it gains when the whole model runs, and without the seats that gain nothing.
+
+    A graft of policy `verified`, or for CUDA graphs, is left as it is; with `ablate` what it gains is measured all
+    the same, in more rounds.
+    """
+    decides = graft.policy == "fastest" and graft.mode == "eager"
+    if not decides and not ablate:
+        return graft
+    rounds, budget_s = (
+        (ablation.THOROUGH_ROUNDS, 4 * ablation.BUDGET_S) if ablate else (ablation.ROUNDS, ablation.BUDGET_S)
+    )
+
+    def measured(of: Graft, each: bool) -> tuple[Contribution, ...]:
+        return ablation.ablate(loaded, of, use, rounds=rounds, budget_s=budget_s, each=each, progress=progress)
+
+    found = measured(graft, True)
+    if not decides:
+        return graft.model_copy(update={"contributions": found})
+    less = ablation.without_losers(graft, found)
+    if less is not graft:
+        less = gate.filter_patches(less, loaded)
+        alone = tuple(c for c in found if c.family != ablation.ALL)
+        found = (*measured(less, False), *alone)
+    kept = ablation.without_slow_settings(less, found)
+    if kept is not less:
+        kept = gate.filter_patches(kept, loaded)
+    progress("ablate", 1, 1, f"{len(kept.accepted)} of {len(graft.accepted)} computes stay")
+    return kept.model_copy(update={"contributions": found})
+
+
 def restricted(graft: Graft, *, language: str) -> Graft:
-    """The graft with only the seats whose Solutions are written in `language`; a patch that loses all is rejected."""
+    """The graft with only Solutions that are written in `language`; a patch that loses all its seats is rejected.
+
+    Where another Solution was seated, the fastest of the language takes its place if it is faster than the original.
+    """
     patches = []
     for patch in graft.patches:
-        seats = tuple(
-            s.model_copy(update={"seated": s.seated and _language(graft, s) == language}) for s in patch.seats
-        )
-        kept = any(s.seated for s in seats)
+        seats = tuple(_reseated(graft, s, language) if s.seated else s for s in patch.seats)
         update: dict[str, Any] = {"seats": seats}
-        if patch.status == "accepted" and not kept:
-            update |= {"status": "rejected", "reason": f"no Solution in {language} is seated"}
+        if patch.status == "accepted" and not any(s.seated for s in seats):
+            update |= {"status": "rejected", "reason": f"no Solution in {language} is faster than the original"}
         patches.append(patch.model_copy(update=update))
     return graft.model_copy(update={"patches": tuple(patches)})
 
 
-def _language(graft: Graft, seat: Seat) -> str | None:
-    solution = graft.solutions.get(seat.solution or "")
-    return None if solution is None else solution.spec.language
+def _reseated(graft: Graft, seat: Seat, language: str) -> Seat:
+    solutions = graft.solutions
+    if seat.solution in solutions and solutions[seat.solution].spec.language == language:
+        return seat
+    own = {n: us for n, us in seat.candidates_us.items() if n in solutions and solutions[n].spec.language == language}
+    best = min(own, key=lambda name: own[name], default=None)
+    if best is None:
+        return seat.model_copy(update={"seated": False})
+    gain_us = (seat.original_us or 0.0) - own[best]
+    kept = graft.policy == "verified" or gain_us > (seat.spread_us or 0.0)
+    return seat.model_copy(update={"seated": kept, "solution": best, "solution_us": own[best]})
 
 
 def _suppliers(given: Sequence[str] | Sequence[Supplier] | None, here: MachineCard) -> list[Supplier]:

@@ -53,14 +53,23 @@ def chosen(names: Sequence[str] | None, machine: MachineCard) -> list[Supplier]:
     return [_OnRequest(s) if s.slow_on_gpu and s.unavailable(machine) is None else s for s in found]
 
 
-def candidates(computes: Iterable[Compute], suppliers: Sequence[Supplier], machine: MachineCard) -> Candidates:
-    """Ask every supplier for every Definition; exact matches come before adapters, suppliers in their order."""
+def candidates(
+    computes: Iterable[Compute],
+    suppliers: Sequence[Supplier],
+    machine: MachineCard,
+    *,
+    languages: Sequence[str] | None = None,
+) -> Candidates:
+    """Ask every supplier for every Definition; exact matches come before adapters, suppliers in their order.
+
+    `languages`: those that Solutions may be written in; None: any.
+    """
     rows: list[PlanRow] = []
     solutions: dict[str, tuple[Solution, ...]] = {}
     for compute in computes:
         lines: list[CandidateRow] = []
         for definition in compute.definitions:
-            found, said = _for_definition(definition, suppliers, machine)
+            found, said = _for_definition(definition, suppliers, machine, languages)
             solutions[definition.name] = found
             lines += said
         matches = {line.match for line in lines if line.match}
@@ -80,7 +89,7 @@ def candidates(computes: Iterable[Compute], suppliers: Sequence[Supplier], machi
 
 
 def _for_definition(
-    definition: Definition, suppliers: Sequence[Supplier], machine: MachineCard
+    definition: Definition, suppliers: Sequence[Supplier], machine: MachineCard, languages: Sequence[str] | None
 ) -> tuple[tuple[Solution, ...], list[CandidateRow]]:
     found: list[Solution] = []
     lines: list[CandidateRow] = []
@@ -92,6 +101,12 @@ def _for_definition(
         if isinstance(answer, Refusal):
             lines.append(CandidateRow(supplier=supplier.name, reason=answer.reason))
             continue
+        fitting = [s for s in answer if languages is None or s.spec.language in languages]
+        if answer and not fitting:
+            other = ", ".join(sorted({s.spec.language for s in answer}))
+            reason = f"its Solutions are written in {other}, and only {', '.join(languages or ())} is asked for"
+            lines.append(CandidateRow(supplier=supplier.name, reason=reason))
+        answer = fitting
         found += answer
         lines += [CandidateRow(supplier=supplier.name, solution=s.name, match=s.meta.match) for s in answer]
     found.sort(key=lambda s: s.meta.match != "exact")
