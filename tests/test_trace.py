@@ -261,6 +261,13 @@ def test_one_graph_launch_has_many_kernels() -> None:
     adds_up(trace, 40)
 
 
+def test_graphs_whose_kernels_were_not_recorded_are_refused() -> None:
+    with pytest.raises(UsageError, match="CUDA graphs without their kernels"):
+        read(launch(1, 0, "cudaGraphLaunch"), launch(2, 20), kernel("a", 30, 10, 2))
+    whole = read(launch(1, 0, "cudaGraphLaunch"), launch(2, 20, "cudaGraphLaunch"), kernel("a", 30, 10, 2))
+    assert whole.kernels == 1
+
+
 def test_overlapping_streams_are_busy_once() -> None:
     trace = read(
         launch(1, 0),

@@ -72,6 +72,8 @@ class Events:
     kernels: list[Kernel] = field(default_factory=list)
     launches: dict[int, tuple[Any, float]] = field(default_factory=dict)
     """Thread and time by correlation id."""
+    graphs: set[int] = field(default_factory=set)
+    """Correlation ids of launches of CUDA graphs."""
     ranges: dict[Any, list[Range]] = field(default_factory=lambda: defaultdict(list))
     """By thread."""
     operators: dict[int, tuple[Any, float]] = field(default_factory=dict)
@@ -108,6 +110,8 @@ def _add(events: Events, event: Mapping[str, Any]) -> None:
         events.kernels.append(Kernel(name, start, end, category != "kernel", correlation, operator))
     elif category in _LAUNCHES and correlation is not None:
         # A launch through the runtime can hold one of the driver with the same id: the outer one counts.
+        if "GraphLaunch" in name:
+            events.graphs.add(correlation)
         known = events.launches.get(correlation)
         if known is None or start < known[1]:
             events.launches[correlation] = thread, start

@@ -96,9 +96,14 @@ def parse(
     If the trace has marks of steps, only what the steps of `regime` launched counts, and for decode their number is
     used in place of `tokens`. `triton`: names of the Triton kernels of the process. `wall_ms`: length of the window
     where it was measured without the profiler, which slows the host down; else it is taken from the trace. `sites`:
-    whether the trace has marks of replaced sites. Raises UsageError if no kernel was recorded in the window.
+    whether the trace has marks of replaced sites. Raises UsageError if no kernel was recorded in the window, or none of
+    any CUDA graph that was launched.
     """
     events = read(trace)
+    if events.graphs and not any(kernel.correlation in events.graphs for kernel in events.kernels):
+        raise UsageError(
+            "the trace has launches of CUDA graphs without their kernels; start the profiler before capture"
+        )
     attribute(events)
     runs = [run for run in windows(events, regime) if run]
     kernels = [kernel for run in runs for kernel in run]
