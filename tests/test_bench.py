@@ -495,7 +495,9 @@ def test_forced_logits_are_those_of_the_given_tokens(tmp_path: Path) -> None:
     own = session()
     tokens = torch.tensor(own.generate()["tokens"])
     tokens[:, 1] = (tokens[:, 1] + 1) % 50
-    said = own.logits({"tokens": tokens.tolist(), "rows": [1, 0], "steps": None, "file": str(tmp_path / "logits")})
+    said = own.logits(
+        {"tokens": tokens.tolist(), "rows": [1, 0], "needed": 0, "steps": None, "file": str(tmp_path / "logits")}
+    )
     logits = torch.from_numpy(race.load_file(tmp_path / "logits")["logits"])
     assert list(logits.shape) == said["shape"]
     with torch.no_grad():

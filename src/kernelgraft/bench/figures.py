@@ -101,11 +101,14 @@ def compare_outputs(
     )
 
 
-def telling_rows(tokens: dict[str, Array], original: str) -> list[int]:
-    """Sequences whose logits say most: where a contender first differs from the original, then the others in order."""
+def telling_rows(tokens: dict[str, Array], original: str) -> tuple[list[int], int]:
+    """Sequences by what their logits say, and for how many of them a contender first differs from the original there.
+
+    Those come first, then the others in order.
+    """
     base = tokens[original]
-    found = [at[0] for other in tokens.values() if (at := stats.first_divergence(base, other))]
-    return list(dict.fromkeys([*found, *range(len(base))]))
+    found = {at[0] for other in tokens.values() if (at := stats.first_divergence(base, other))}
+    return list(dict.fromkeys([*sorted(found), *range(len(base))])), len(found)
 
 
 def _figure(values: Sequence[float]) -> Figure:

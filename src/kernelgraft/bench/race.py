@@ -78,7 +78,7 @@ class Race:
         self.names = list(names)
         self.failures: dict[str, str] = {}
         self.started: dict[str, Answer] = {}
-        self._order, self._graft = order, graft
+        self.order, self._graft = order, graft
         self._essential = set(essential)
         self._keep_failed = keep_failed
         self._together = str(order["device"]).startswith("cuda")
@@ -87,6 +87,7 @@ class Race:
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kernelgraft-bench-")))
         self._workers: dict[str, Worker] = {}
         self._timeout_s = timeout_s
+        self._beside: list[Future[None]] = []
         # On a GPU all begin to import at once; on a CPU they would only take each other's time.
         for name in self.names if self._together else ():
             self._worker(name)
@@ -136,7 +137,7 @@ class Race:
 
         def one(name: str) -> Answer | None:
             graft = str(self._graft) if name == GRAFTED and self._graft is not None else None
-            return self.ask(name, "start", contender=name, graft=graft, **self._order)
+            return self.ask(name, "start", contender=kind(name), graft=graft, **self.order)
 
         if self._together:
             self._step("loading all models")
@@ -148,6 +149,26 @@ class Race:
                 del self.started[name]
                 self.fail(name, KernelgraftError(f"the {name} process has other weights than the original's"))
 
+    def configure(self, name: str, leg: Leg) -> Answer | None:
+        """Put a contender into a setting; one that is in it already keeps what it has compiled."""
+        return self.ask(
+            name,
+            "configure",
+            batch=leg.batch,
+            prompt_tokens=leg.prompt_tokens,
+            new_tokens=leg.new_tokens,
+            cache=leg.cache,
+        )
+
+    def prepare(self, name: str, leg: Leg) -> None:
+        """Let a contender compile for a setting, before `measure` is called with it."""
+        if self.configure(name, leg) is not None:
+            self.ask(name, "generate")
+
+    def warm_beside(self, other: Future[None]) -> None:
+        """Wait for other work, such as `prepare` in a thread, at the end of the next warming up."""
+        self._beside.append(other)
+
     def measure(
         self, leg: Leg, *, pairs: int, warmup_runs: int, deadline: float | None = None, names: Sequence[str] = ()
     ) -> Lap:
@@ -156,8 +177,7 @@ class Race:
         After `deadline` (of `machine.clock`) no further round begins once there is one.
         """
         wanted = [name for name in self.active if not names or name in names]
-        setting = {"batch": leg.batch, "prompt_tokens": leg.prompt_tokens, "new_tokens": leg.new_tokens}
-        set_up = dict(self._each(lambda name: self.ask(name, "configure", cache=leg.cache, **setting), wanted))
+        set_up = dict(self._each(lambda name: self.configure(name, leg), wanted))
         warm = self._warm([name for name in wanted if name in self.active], warmup_runs)
         repeats = repeats_for(warm[ORIGINAL][-1]["stamps_s"][-1])
         runs: dict[str, list[list[Answer]]] = {name: [] for name in wanted if name in self.active}
@@ -193,23 +213,24 @@ class Race:
             else:
                 warm[name].append(answer)
 
-        with ThreadPoolExecutor(1) as pool:
-            early: list[Future[None]] = []
-            if self._together and COMPILED in names:
-                early.append(pool.submit(once, COMPILED))
+        compiling = [name for name in names if kind(name) == COMPILED] if self._together else []
+        with ThreadPoolExecutor(len(compiling) + 1) as pool:
+            early: list[Future[None]] = [pool.submit(once, name) for name in compiling] + self._beside
+            self._beside = []
             for run in range(runs):
                 for name in [n for n in names if n in self.active]:
                     self._step(f"warming the {name} model up")
-                    if name == COMPILED and run == 0 and early:
-                        continue
-                    once(name)
+                    if run or name not in compiling:
+                        once(name)
                 for done in early:
                     done.result()
         return warm
 
     def trace(self, name: str, regime: str, graft: Path | None) -> Answer:
-        """Trace a contender; a failure is raised and does not leave it out."""
-        return self._worker(name).ask("trace", regime=regime, graft=None if graft is None else str(graft))
+        """Trace a contender; a failure is raised and does not leave it out. `graft`: its sites are marked in the
+        original."""
+        marked = str(graft) if graft is not None and name == ORIGINAL else None
+        return self._worker(name).ask("trace", regime=regime, graft=marked)
 
     def side(self, lap: Lap, name: str) -> Side:
         """The figures of a contender."""
@@ -244,9 +265,9 @@ class Race:
         """
         names = [name for name in self.active if name in lap.runs]
         tokens = {name: lap.tokens(name) for name in names}
-        lap.rows = figures.telling_rows(tokens, ORIGINAL)
+        lap.rows, needed = figures.telling_rows(tokens, ORIGINAL)
         for name in names:
-            if (said := self._logits(lap, name, name, steps)) is not None:
+            if (said := self._logits(lap, name, name, steps, needed)) is not None:
                 lap.rows = said["rows"]
         base = self._read(lap, ORIGINAL)
         return {
@@ -262,21 +283,20 @@ class Race:
 
         The last thing that is asked of the original's process: it is not the original any more.
         """
-        leg = lap.leg
         made = self.ask(ORIGINAL, "float32")
         if made is None or not made["made"]:
             return {}
-        setting = {"batch": leg.batch, "prompt_tokens": leg.prompt_tokens, "new_tokens": leg.new_tokens}
-        self.ask(ORIGINAL, "configure", cache=leg.cache, **setting)
-        if self._logits(lap, ORIGINAL, "float32", steps) is None:
+        self.configure(ORIGINAL, lap.leg)
+        if self._logits(lap, ORIGINAL, "float32", steps, len(lap.rows)) is None:
             return {}
         wanted = self._read(lap, "float32")
         return {name: stats.rel_rmse(self._read(lap, name), wanted) for name in lap.logits if name != "float32"}
 
-    def _logits(self, lap: Lap, name: str, label: str, steps: int | None) -> Answer | None:
+    def _logits(self, lap: Lap, name: str, label: str, steps: int | None, needed: int) -> Answer | None:
         file = self._folder / f"{id(lap)}-{label}.safetensors"
         tokens = lap.tokens(ORIGINAL).tolist()
-        said = self.ask(name, "logits", tokens=tokens, rows=lap.rows, steps=steps, file=str(file))
+        wanted = {"rows": lap.rows, "needed": needed, "steps": steps}
+        said = self.ask(name, "logits", tokens=tokens, file=str(file), **wanted)
         if said is not None:
             lap.logits[label] = file
         return said
@@ -304,6 +324,11 @@ class Race:
                 self._step(text.format(name))
             answers.append((name, one(name)))
         return answers
+
+
+def kind(name: str) -> str:
+    """Which contender a name means: `static-compile:2` is a second process of `static-compile`."""
+    return name.partition(":")[0]
 
 
 def turns(names: Sequence[str], turn: int) -> list[str]:

@@ -35,6 +35,8 @@ LARGEST_RUN = 1 << 28
 """Logits kept in memory while tokens are forced: batch x steps x vocabulary."""
 LARGEST_FILE = 1 << 24
 """Logits handed over: sequences x steps x vocabulary."""
+LARGEST_NEEDED = 1 << 26
+"""The same, of sequences that differ somewhere."""
 TRACED_STEPS = 8
 """Decode steps in a trace."""
 
@@ -100,6 +102,7 @@ class Session:
         self._prompt: str = order["prompt"]
         self._seed: int = order["seed"]
         self._pad = pad_id(self.loaded)
+        self._setting: dict[str, Any] = {}
         self._compile = CompileConfig()
         self._compile._compile_all_devices = True  # on a CPU it would not compile
         # Stored settings (sampling, suppressed tokens, an end-of-text token) would make runs differ in length.
@@ -116,7 +119,13 @@ class Session:
         }
 
     def configure(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Another setting: `batch`, `prompt_tokens` (None: the prompt alone), `new_tokens`, `cache`."""
+        """Another setting: `batch`, `prompt_tokens` (None: the prompt alone), `new_tokens`, `cache`.
+
+        What was compiled for another one is forgotten, so that sizes do not become variable.
+        """
+        if order == self._setting:
+            return {"prompt_tokens": self.ids.shape[1]}
+        self._setting = order
         self.cache = "static" if self.ready.compiled else order["cache"]
         self.new_tokens = order["new_tokens"]
         batch, length = order["batch"], order["prompt_tokens"]
@@ -175,12 +184,15 @@ class Session:
     def logits(self, order: dict[str, Any]) -> dict[str, Any]:
         """Feed `tokens` one by one and write the raw logits, float32 [sequences, steps, vocab], to `file`.
 
-        `rows`: sequences of the batch in the order in which they are wanted; as many as fit are written.
+        `rows`: sequences of the batch in the order in which they are wanted, the first `needed` more than others; as
+        many as fit are written.
         """
         tokens = torch.tensor(order["tokens"], dtype=torch.int64, device=self.ids.device)
         vocabulary = vocabulary_size(self.loaded)
         steps = min(max(LARGEST_RUN // (len(tokens) * vocabulary), 1), tokens.shape[1], order["steps"] or sys.maxsize)
-        rows = order["rows"][: max(LARGEST_FILE // (steps * vocabulary), 1)]
+        each = steps * vocabulary
+        room = max(LARGEST_FILE // each, min(order["needed"], LARGEST_NEEDED // each), 1)
+        rows = order["rows"][:room]
         out = self._generate(
             self._config(steps, output_logits=True, return_dict_in_generate=True),
             logits_processor=LogitsProcessorList([Forced(tokens, self.ids.shape[1])]),

@@ -1,0 +1,421 @@
+"""Whole models on a GPU: transformers, transformers' compiler, TileGym, Liger and a graft, in the same run.
+
+    PYTHONPATH=src python benchmarks/end_to_end.py --json benchmarks/results/h200/end_to_end.json
+
+Presets have published dimensions and random weights, the same in every process. One process per contender and model
+loads once and is measured in all settings, in turns with the others: decode with 1 and 32 sequences, prefill of 4096
+tokens. A compiled contender has a second process for the second decode setting, so that both compile at once.
+`tokens_per_s` of a decode cell: tokens of the batch after the first, over the time after the first; of a prefill cell:
+tokens of the prompts over the time to the first new token. `--budget` is divided among the models; what there was no
+time for is listed under `missing`. What was measured is written after every setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kernelgraft import machine
+from kernelgraft.bench import figures
+from kernelgraft.bench.names import COMPILED, CONTENDERS, GRAFTED, ORIGINAL
+from kernelgraft.bench.race import Lap, Leg, Race, kind
+from kernelgraft.bench.roofline import Limits, Work, against
+from kernelgraft.bench.runner import PROMPT
+from kernelgraft.errors import KernelgraftError
+from kernelgraft.store import write_atomic
+
+MODELS = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "gemma-3-1b")
+COMPILED_TOO = f"{COMPILED}:2"
+"""The compiled contender's process for the second decode setting."""
+TRACE_S = 12.0
+"""Kept free for each trace."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cell of the table for every contender."""
+
+    regime: str
+    leg: Leg
+
+
+def settings(device: str, new_tokens: int) -> list[Setting]:
+    """In the order of importance; small ones on a CPU, where only the script is tried."""
+    if device == "cpu":
+        return [
+            Setting("decode", Leg(1, 8, 4, "dynamic")),
+            Setting("prefill", Leg(1, 24, 1, "dynamic")),
+            Setting("decode", Leg(2, 8, 4, "dynamic")),
+        ]
+    return [
+        Setting("decode", Leg(1, 32, new_tokens, "dynamic")),
+        Setting("prefill", Leg(1, 4096, 1, "dynamic")),
+        Setting("decode", Leg(32, 128, new_tokens, "dynamic")),
+    ]
+
+
+@dataclass
+class Report:
+    """What the JSON file holds."""
+
+    file: Path
+    environment: dict[str, Any]
+    options: dict[str, Any]
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def write(self, seconds: float) -> None:
+        """Everything so far."""
+        answer = {
+            "environment": self.environment,
+            "options": self.options,
+            "seconds": round(seconds, 1),
+            "cells": self.cells,
+            "models": self.models,
+            "missing": self.missing,
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.file, json.dumps(answer, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def cell(
+    model: str,
+    setting: Setting,
+    name: str,
+    race: Race,
+    lap: Lap,
+    outputs: dict[str, Any],
+    limit: tuple[Work, Limits] | None,
+) -> dict[str, Any]:
+    """One contender in one setting."""
+    leg, regime = setting.leg, setting.regime
+    answer: dict[str, Any] = {
+        "model": model,
+        "regime": regime,
+        "batch": leg.batch,
+        "prompt_tokens": lap.prompt_tokens,
+        "new_tokens": leg.new_tokens,
+        "contender": kind(name),
+        "tokens_per_s": None,
+        "ttft_ms": None,
+        "roofline_percent": None,
+        "tokens_equal": None,
+    }
+    if name not in lap.runs:
+        return answer | {"failure": race.failures.get(name, "it did not take part")}
+    side = race.side(lap, name)
+    line = None if limit is None else against(*limit, side)
+    rate = side.decode_tokens_per_s
+    speed = 1e3 * leg.batch * lap.prompt_tokens / side.ttft_ms.mean if regime == "prefill" else rate and rate.mean
+    said = outputs.get(name)
+    answer |= {
+        "tokens_per_s": speed,
+        "ttft_ms": side.ttft_ms.mean,
+        "roofline_percent": None if line is None else line.percent,
+        "tokens_equal": True if name == ORIGINAL else None if said is None else said.tokens_equal,
+        "throughput": f"Average throughput: {side.tokens_per_s.mean:.2f} ± {side.tokens_per_s.std or 0:.2f} tokens/sec",
+        "cache": "static" if kind(name) == COMPILED else leg.cache,
+        "inter_token_ms_p50": side.inter_token_ms_p50,
+        "inter_token_ms_p90": side.inter_token_ms_p90,
+        "ttft_ms_std": side.ttft_ms.std,
+        "peak_memory_bytes": side.peak_memory_bytes,
+        "pairs": len(side.runs),
+        "repeats": lap.repeats,
+        "load_s": side.load_s,
+        "warmup_s": side.warmup_s,
+    }
+    if line is not None:
+        answer["limit_ms"] = line.limit_ms
+    if name != ORIGINAL and said is not None:
+        answer["logits_rel_rmse"] = said.logits_rel_rmse
+        answer["divergence"] = None if said.divergence is None else said.divergence.model_dump(mode="json")
+    answer["over"] = {
+        kind(other): ratios(regime, race, lap, other, name)
+        for other in lap.runs
+        if other != name and (other == ORIGINAL or name == GRAFTED)
+    }
+    return answer
+
+
+def ratios(regime: str, race: Race, lap: Lap, other: str, name: str) -> dict[str, Any]:
+    """How many times as fast as another contender, with the 95 % interval over pairs."""
+    found = figures.compare(race.side(lap, other), race.side(lap, name), seed=0)
+    if regime == "prefill":
+        return {"ratio": found.ttft_ratio, "interval": found.ttft_interval}
+    return {"ratio": found.decode_ratio, "interval": found.decode_interval}
+
+
+def integrated(model: str, folder: Path, device: str, dtype: str, timeout_s: float) -> str | None:
+    """Make a graft in a process of its own; None, or why there is none."""
+    process = multiprocessing.get_context("spawn").Process(target=_integrate, args=(model, str(folder), device, dtype))
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"integrating took more than {timeout_s:.0f} s"
+    return None if (folder / "graft.json").is_file() else f"integrating ended with code {process.exitcode}"
+
+
+def _integrate(model: str, folder: str, device: str, dtype: str) -> None:
+    import torch
+
+    from kernelgraft import models, pipeline
+    from kernelgraft.evaluate import JudgeOptions
+
+    loaded = models.load(model, dtype=getattr(torch, dtype), device=device)
+    pipeline.integrate(loaded, out=folder, options=JudgeOptions.quick())
+
+
+class Program:
+    """All models, one after the other."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.options = options
+        self.began = machine.clock()
+        self.end = self.began + options.budget
+        self.scratch = scratch
+        self.cuda = options.device.startswith("cuda")
+        self.settings = settings("cuda" if self.cuda else "cpu", options.new_tokens)
+        self.report = Report(
+            options.json,
+            machine.read().model_dump(mode="json") | {"time": machine.timestamp()},
+            {
+                "dtype": options.dtype,
+                "device": options.device,
+                "pairs": options.pairs,
+                "warmup_runs": options.warmup,
+                "contenders": options.contenders,
+                "weights": "random, seed 0",
+                "settings": [asdict(s) for s in self.settings],
+            },
+        )
+        self.ahead: dict[str, Race] = {}
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - machine.clock()
+
+    def run(self) -> None:
+        """Everything there is time for."""
+        names = self.options.models
+        for index, model in enumerate(names):
+            if self.left < 5:
+                self.report.missing.append(f"{model}: no time was left")
+                continue
+            until = machine.clock() + self.left / (len(names) - index)
+            following = names[index + 1] if index + 1 < len(names) else None
+            try:
+                self.model(model, until, following)
+            except Exception as error:  # the other models and what was measured are to be written
+                traceback.print_exc()
+                self.report.missing.append(f"{model}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            finally:
+                if (race := self.ahead.pop(model, None)) is not None:
+                    race.__exit__(None, None, None)
+                self.report.write(machine.clock() - self.began)
+        for race in self.ahead.values():
+            race.__exit__(None, None, None)
+
+    def folder(self, model: str) -> Path:
+        """Where the model's graft is, or is to be."""
+        given = self.options.graft_dir
+        return self.scratch / model if given is None else given / model
+
+    def race(self, model: str) -> Race:
+        """Processes that begin to import on a GPU machine."""
+        if model not in self.ahead:
+            names = [name for name in CONTENDERS if name in self.options.contenders]
+            if self.cuda and COMPILED in names:
+                names.insert(names.index(COMPILED) + 1, COMPILED_TOO)
+            order = {
+                "spec": model,
+                "prompt": PROMPT,
+                "device": self.options.device,
+                "dtype": self.options.dtype,
+                "threads": self.options.threads,
+                "seed": 0,
+                "trust_remote_code": False,
+            }
+            self.ahead[model] = Race(
+                names, order, self.folder(model), keep_failed=True, step=lambda text: say(f"  {text}", self.began)
+            )
+        return self.ahead[model]
+
+    def model(self, model: str, until: float, following: str | None) -> None:
+        """One model in all settings."""
+        say(f"{model}: {until - machine.clock():.0f} s", self.began)
+        about: dict[str, Any] = {}
+        self.report.models[model] = about
+        folder, why = self.folder(model), None
+        if GRAFTED in self.options.contenders and not (folder / "graft.json").is_file():
+            say("  integrating", self.began)
+            why = integrated(
+                model, folder, self.options.device, self.options.dtype, max(until - machine.clock(), 5) * 0.6
+            )
+        race = self.race(model)
+        race.limit(max(self.left, 10))
+        if why is not None:
+            race.failures[GRAFTED] = why
+        race.start()
+        about["started"] = {
+            name: {"load_s": said["load_s"], "parameters": said["model"]["parameters"]}
+            for name, said in race.started.items()
+        }
+        with ThreadPoolExecutor(2) as pool:
+            if following is not None and self.cuda:
+                self.race(following)
+            early = None
+            if COMPILED_TOO in race.active:
+                early = pool.submit(race.prepare, COMPILED_TOO, self.settings[2].leg)
+            laps = self.laps(model, race, until, early)
+        self.evidence(race, about)
+        if self.options.trace and self.cuda:
+            self.traces(race, about, until)
+        if laps and self.options.float32 and machine.clock() < until:
+            race.configure(ORIGINAL, laps[0].leg)
+            about["float32_rel_rmse"] = {"batch": laps[0].leg.batch} | race.float32(laps[0])
+
+    def laps(self, model: str, race: Race, until: float, early: Any) -> list[Lap]:
+        """Measure every setting there is time for; the cells are written at once."""
+        laps: list[Lap] = []
+        for index, setting in enumerate(self.settings):
+            what = f"{model}: {setting.regime}, batch {setting.leg.batch}"
+            race.readmit()
+            race.limit(max(self.left, 10))
+            if laps and machine.clock() > until:
+                self.report.missing.append(f"{what}: no time was left")
+                continue
+            other = COMPILED if index == 2 and COMPILED_TOO in race.names else COMPILED_TOO
+            names = [name for name in race.names if name != other]
+            if early is not None and not laps:
+                race.warm_beside(early)
+            try:
+                lap = race.measure(
+                    setting.leg,
+                    pairs=self.options.pairs,
+                    warmup_runs=self.options.warmup,
+                    deadline=until,
+                    names=names,
+                )
+                outputs = race.compare(lap)
+                limit = self.limit(race, setting)
+            except KernelgraftError as error:
+                self.report.missing.append(f"{what}: {error}")
+                continue
+            laps.append(lap)
+            for name in names:
+                row = cell(model, setting, name, race, lap, outputs, limit)
+                self.report.cells.append(row)
+                say(line(row), self.began)
+            self.report.write(machine.clock() - self.began)
+        return laps
+
+    def limit(self, race: Race, setting: Setting) -> tuple[Work, Limits] | None:
+        """What one step needs and what the device reaches; None where the work cannot be counted."""
+        try:
+            said = race.ask(ORIGINAL, "work", regime=setting.regime)
+        except KernelgraftError as error:
+            say(f"  no roofline: {error}", self.began)
+            return None
+        assert said is not None
+        return Work(**said["work"]), Limits(**said["limits"])
+
+    def evidence(self, race: Race, about: dict[str, Any]) -> None:
+        """Whose code each process ran, and what went through the graft."""
+        race.readmit()
+        proofs = {name: race.proof(name) for name in race.active}
+        about["evidence"] = {name: list(found[1]) for name, found in proofs.items() if found is not None}
+        about["proof"] = {name: found[0].model_dump(mode="json") for name, found in proofs.items() if found is not None}
+        if GRAFTED in race.active:
+            about["calls"] = [calls.model_dump(mode="json") for calls in race.calls()]
+        about["failures"] = dict(race.failures)
+
+    def traces(self, race: Race, about: dict[str, Any], until: float) -> None:
+        """Where the GPU's time goes: the first decode setting and prefill, without the compiled contenders."""
+        about["traces"] = []
+        graft = self.folder(race_model(race)) if GRAFTED in race.active else None
+        for setting in self.settings[:2]:
+            for name in [n for n in race.active if n in self.options.trace_of]:
+                if machine.clock() + TRACE_S > until:
+                    self.report.missing.append(f"{race_model(race)}: trace of {name}, {setting.regime}")
+                    continue
+                try:
+                    race.configure(name, setting.leg)
+                    said = race.trace(name, setting.regime, graft)["trace"]
+                except KernelgraftError as error:
+                    self.report.missing.append(f"{race_model(race)}: trace of {name}, {setting.regime}: {error}")
+                    continue
+                about["traces"].append({"contender": name, "batch": setting.leg.batch, **said})
+
+
+def race_model(race: Race) -> str:
+    """The spec that a race is about."""
+    return str(race.order["spec"])
+
+
+def line(row: dict[str, Any]) -> str:
+    """A cell, for people."""
+    head = f"  {row['model']} {row['regime']} b{row['batch']} {row['contender']:<15}"
+    if "failure" in row:
+        return f"{head} {row['failure'][:120]}"
+    over = row["over"].get(ORIGINAL)
+    times = "" if over is None or over["ratio"] is None else f" {over['ratio']:.3f}x"
+    equal = {True: "equal", False: "NOT EQUAL", None: "?"}[row["tokens_equal"]]
+    share = "" if row["roofline_percent"] is None else f" {row['roofline_percent']:.1f} %"
+    return f"{head} {row['tokens_per_s'] or 0:.1f} tok/s, first {row['ttft_ms']:.2f} ms{share}{times} {equal}"
+
+
+def say(text: str, began: float) -> None:
+    """A line on stdout with the time."""
+    print(f"{machine.clock() - began:7.1f} s {text}", flush=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    names = lambda text: [part.strip() for part in text.split(",") if part.strip()]  # noqa: E731
+    parser.add_argument("--models", type=names, default=list(MODELS), help="specs, in the order of importance")
+    parser.add_argument("--contenders", type=names, default=list(CONTENDERS))
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/h200/end_to_end.json"))
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
+    parser.add_argument("--graft-dir", type=Path, help="folder with a folder of a graft for each model")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=64, help="of the decode settings, on a GPU")
+    parser.add_argument("--warmup", type=int, default=2, help="runs of each contender before its first pair")
+    parser.add_argument("--trace-of", type=names, default=[ORIGINAL, GRAFTED], help="contenders to trace")
+    parser.add_argument("--no-trace", dest="trace", action="store_false")
+    parser.add_argument("--no-float32", dest="float32", action="store_false")
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.contenders) - set(CONTENDERS)):
+        parser.error(f"no such contender: {unknown[0]}; choose among {', '.join(CONTENDERS)}")
+    options.contenders = [name for name in CONTENDERS if name in {ORIGINAL, *options.contenders}]
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 if every cell was measured or its contender has nothing for the model."""
+    with tempfile.TemporaryDirectory(prefix="kernelgraft-") as scratch:
+        program = Program(parse(arguments), Path(scratch))
+        program.run()
+    for text in program.report.missing:
+        print(f"missing: {text}")
+    print(f"{len(program.report.cells)} cells in {program.report.file}")
+    return 1 if program.report.missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
