@@ -161,7 +161,9 @@ def test_products_of_experts_count_for_each_choice() -> None:
 
 def test_where_values_decide_the_model_itself_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {**SIZES, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    model = real("qwen3_moe", **sizes, experts_implementation="eager")  # loops over the experts that are hit
+    # Loops over the experts that are hit.
+    model = real("qwen3_moe", **sizes, experts_implementation="eager", attn_implementation="eager")
+    on_meta = work(model, "decode", 1, 20, 1)
     monkeypatch.setattr(type(model), "set_experts_implementation", lambda self, name: None)
     hits: list[set[int]] = []
 
@@ -176,6 +178,7 @@ def test_where_values_decide_the_model_itself_is_run(monkeypatch: pytest.MonkeyP
     with pytest.raises(Exception, match=r"(?i)meta"):
         twin(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
     found = work(model, "decode", 1, 20, 1)
+    assert found.flops_per_step == on_meta.flops_per_step
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     for hook in hooks:
         hook.remove()

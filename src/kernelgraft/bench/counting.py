@@ -128,14 +128,11 @@ def tensor_bytes(value: Any) -> dict[int, int]:
 
 def pairs(queries: int, keys: int, window: int | None, causal: bool) -> int:
     """Query and key pairs that one head looks at; the last query sees the last key."""
-    if not causal and window is None:
-        return queries * keys
     limit = keys if window is None else min(window, keys)
     if not causal:
         return queries * limit
     first = keys - queries + 1  # keys that the first query may see
-    growing = max(0, min(keys, limit) - first + 1)
-    growing = min(growing, queries)
+    growing = max(0, limit - first + 1)  # queries that see all keys before them
     return growing * first + growing * (growing - 1) // 2 + (queries - growing) * limit
 
 
