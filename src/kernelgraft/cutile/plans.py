@@ -7,6 +7,7 @@ with nothing else in between, on a CPU it is the interpreter.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ LARGEST_AXIS = 2**16 - 1
 """Blocks along the second and the third axis of a grid."""
 UNCHECKED_LOADS = (13, 4)
 """The first version of tileiras that takes loads and stores of tiles without checks of their bounds."""
+Maker = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,28 @@ class Tuning:
 
 _launch = ct.launch
 """As it is now: other packages put slower functions of their own in its place."""
-_current: Any = getattr(torch._C, "_cuda_getDevice", None)
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """None where torch was built without CUDA; then no tensor is on a GPU."""
+_allocate: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+"""What torch's own compiler allocates with, in half the time of `torch.empty`; None where torch has none."""
+current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+"""The current CUDA device. It opens the driver: for tensors on a GPU only."""
+
+
+def makers(device: int, *layouts: tuple[Sequence[int], Sequence[int], torch.dtype]) -> tuple[Maker, ...] | None:
+    """What makes tensors of these shapes, strides and dtypes on a CUDA device while that is `current()`.
+
+    None: torch's own functions have to (on CPUs, too).
+    """
+    if device < 0 or _allocate is None:
+        return None
+    return tuple(functools.partial(_allocate, tuple(shape), tuple(steps), dtype) for shape, steps, dtype in layouts)
+
+
+@functools.lru_cache(maxsize=4096)
+def like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that `torch.empty_like` gives for a tensor of this shape and these strides."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def fire(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -73,7 +94,7 @@ def fire(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
         launch(plan.grid, plan.kernel, (*tensors, *plan.constants))
         return
     device = first.get_device()
-    if device == _current():
+    if device == current():
         _launch(_stream(device), plan.grid, plan.kernel, (*tensors, *plan.constants))
     else:
         with torch.cuda.device(device):

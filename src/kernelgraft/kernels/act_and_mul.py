@@ -22,12 +22,16 @@ from torch.nn import functional
 from kernelgraft.cutile.plans import (
     LARGEST_AXIS,
     LARGEST_EXTENT,
+    Maker,
     Plan,
     Tuning,
     contiguous,
+    current,
     eager,
     extent,
     fire,
+    like,
+    makers,
     power_of_two,
     processors,
 )
@@ -290,6 +294,8 @@ class _Call:
     """Of the result; None: as the gate's, with its strides."""
     strides: tuple[int, ...]
     dtype: torch.dtype
+    makes: tuple[Maker, ...] | None
+    """What makes the result, see `makers`."""
     plan: Plan | None
     """None: nothing to launch, more than one launch, or tensors that have to be brought to rows first."""
     views: tuple[tuple[int, int, int], tuple[int, int, int]] | None
@@ -312,13 +318,16 @@ def _call(
     dtype = dtypes[0] if upcast else torch.promote_types(*dtypes)
     result = None if form == SEPARATE else (*shape[:-1], shape[-1] // 2)
     steps = contiguous(result or ())
+    made = (shape, like(shape, strides), dtype) if result is None else (result, steps, dtype)
+    makes = makers(device, made)
     views = None if len(shape) == 3 else (as_rows_shape(shape), as_rows_shape(result or shape))
     flat = views is None or len(shape) < 3 or (viewable(shape, strides) and viewable(shape, up_strides))
     if 0 in shape or not flat or max(extent(shape, strides), extent(shape, up_strides)) >= LARGEST_EXTENT:
-        return _Call(result, steps, dtype, None, None)
+        return _Call(result, steps, dtype, makes, None, None)
     half = dtype is not torch.float32
     seen = as_rows_shape(result or shape)
-    return _Call(result, steps, dtype, _plan(seen, device, half, activation, form, upcast, clamp, limit), views)
+    plan = _plan(seen, device, half, activation, form, upcast, clamp, limit)
+    return _Call(result, steps, dtype, makes, plan, views)
 
 
 def _run(
@@ -331,11 +340,14 @@ def _run(
     limit: float,
 ) -> torch.Tensor:
     other = gate if up is None else up
-    dtypes = gate.dtype, other.dtype
+    dtypes, device = (gate.dtype, other.dtype), gate.get_device()
     found = _call(
-        gate.shape, gate.stride(), other.stride(), gate.get_device(), dtypes, activation, form, upcast, clamp, limit
-    )
-    if found.shape is None:
+        gate.shape, gate.stride(), other.stride(), device, dtypes, activation, form, upcast, clamp, limit
+    )  # fmt: skip
+    makes = found.makes if device >= 0 and device == current() else None
+    if makes is not None:
+        y = makes[0]()
+    elif found.shape is None:
         y = torch.empty_like(gate) if found.dtype is gate.dtype else torch.empty_like(gate, dtype=found.dtype)
     else:
         y = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device=gate.device)

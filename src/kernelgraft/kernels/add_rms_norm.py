@@ -15,7 +15,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import eager
+from kernelgraft.cutile.plans import current, eager, fire
 from kernelgraft.kernels import rows
 from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.rms_norm import gradients, rounding
@@ -69,8 +69,9 @@ def add_rms_norm(
     residual, x: [..., width] of one shape, any strides; weight: [width]; float32, bfloat16 or float16. Keywords as for
     `rms_norm`, whose input is the sum.
     """
-    run = _run_first if eager(residual, x, weight) else _op_first
-    total, y = run(residual, x, weight, eps, offset, cast, round_offset, divide)
+    if eager(residual, x, weight):
+        return _run_first(residual, x, weight, eps, offset, cast, round_offset, divide)
+    total, y = _op_first(residual, x, weight, eps, offset, cast, round_offset, divide)
     return total, y
 
 
@@ -104,14 +105,21 @@ def _run_first(
     round_offset: bool,
     divide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dtypes = residual.dtype, x.dtype, _dtype(weight)
-    strides = residual.stride(), x.stride()
+    device, vector = x.get_device(), None if weight is None else weight.dtype
     found = _call(
-        rows.SUM_FIRST, x.shape, strides, x.get_device(), dtypes, eps, offset, cast, round_offset, divide
+        rows.SUM_FIRST, x.shape, residual.stride(), x.stride(), device, residual.dtype, x.dtype, vector, eps, offset,
+        cast, round_offset, divide,
     )  # fmt: skip
-    first, second = found.norm.dtypes
-    total, y = torch.empty_like(residual, dtype=first), torch.empty_like(residual, dtype=second)
-    launch(found, (residual, x), (total, y), (x if weight is None else weight,))
+    makes = found.makes if device >= 0 and device == current() else None
+    if makes is None:
+        first, second = found.norm.dtypes
+        total, y = torch.empty_like(residual, dtype=first), torch.empty_like(residual, dtype=second)
+    else:
+        total, y = makes[0](), makes[1]()
+    if found.direct:
+        fire(found.plan, (residual, x, total, y, x if weight is None else weight))  # type: ignore[arg-type]
+    else:
+        launch(found, (residual, x), (total, y), (x if weight is None else weight,))
     return total, y
 
 
@@ -125,12 +133,13 @@ def _run_last(
     round_offset: bool,
     divide: bool,
 ) -> torch.Tensor:
-    dtypes = residual.dtype, x.dtype, _dtype(weight)
-    strides = residual.stride(), x.stride()
+    device, vector = x.get_device(), None if weight is None else weight.dtype
     found = _call(
-        rows.SUM_LAST, x.shape, strides, x.get_device(), dtypes, eps, offset, cast, round_offset, divide
+        rows.SUM_LAST, x.shape, residual.stride(), x.stride(), device, residual.dtype, x.dtype, vector, eps, offset,
+        cast, round_offset, divide,
     )  # fmt: skip
-    y = torch.empty_like(residual, dtype=found.norm.dtypes[1])
+    makes = found.makes if device >= 0 and device == current() else None
+    y = torch.empty_like(residual, dtype=found.norm.dtypes[1]) if makes is None else makes[1]()
     launch(found, (residual, x), (y, y), (x if weight is None else weight,))
     return y
 
@@ -139,18 +148,21 @@ def _run_last(
 def _call(
     where: int,
     shape: tuple[int, ...],
-    strides: tuple[tuple[int, ...], ...],
+    residual_strides: tuple[int, ...],
+    strides: tuple[int, ...],
     device: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    residual: torch.dtype,
+    x: torch.dtype,
+    weight: torch.dtype | None,
     eps: float,
     offset: bool,
     cast: str,
     round_offset: bool,
     divide: bool,
 ) -> Call:
-    how, again, *results = _semantics(where, cast, *dtypes)
-    constants = (where, dtypes[2] is not None, offset, round_offset, how, again, divide)
-    return call(Norm(add_rms_norm_kernel, eps, constants, tuple(results)), shape, device, *strides)
+    how, again, *results = _semantics(where, cast, residual, x, weight)
+    constants = (where, weight is not None, offset, round_offset, how, again, divide)
+    return call(Norm(add_rms_norm_kernel, eps, constants, tuple(results)), shape, device, residual_strides, strides)
 
 
 def _semantics(

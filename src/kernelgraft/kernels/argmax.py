@@ -20,11 +20,14 @@ import torch
 from kernelgraft.cutile.plans import (
     LARGEST_EXTENT,
     LARGEST_GRID,
+    Maker,
     Plan,
+    current,
     eager,
     extent,
     fire,
     hinted,
+    makers,
     power_of_two,
     processors,
 )
@@ -127,8 +130,14 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 def _run(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2:
         return _run(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
-    y = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-    _launch(x, y, _ready(x.shape, x.stride(), x.get_device()))
+    device = x.get_device()
+    steps = _ready(x.shape, x.stride(), device)
+    if steps.makes is None or device != current():
+        y = x.new_empty(x.shape[0], dtype=torch.int64)
+        _launch(x, y, steps)
+        return y
+    y = steps.makes[0]()
+    _launch(x, y, steps, None if steps.second is None else steps.makes[1]())
     return y
 
 
@@ -141,9 +150,11 @@ class Steps:
     second: Plan | None
     """None if the first launch gives the result."""
     parts: tuple[int, int]
+    makes: tuple[Maker, ...] | None
+    """What makes the result, and the parts if there are two launches; see `makers`."""
 
 
-def _launch(x: torch.Tensor, y: torch.Tensor, steps: Steps) -> None:
+def _launch(x: torch.Tensor, y: torch.Tensor, steps: Steps, parts: torch.Tensor | None = None) -> None:
     if steps.first is None:
         for rows in _halves(x.shape[0]):
             part = x[rows]
@@ -151,7 +162,7 @@ def _launch(x: torch.Tensor, y: torch.Tensor, steps: Steps) -> None:
     elif steps.second is None:
         fire(steps.first, (x, y, y))
     else:
-        parts = torch.empty(steps.parts, dtype=torch.int64, device=x.device)
+        parts = x.new_empty(*steps.parts, dtype=torch.int64) if parts is None else parts
         fire(steps.first, (x, y, parts))
         fire(steps.second, (parts, y))
 
@@ -196,7 +207,8 @@ def _ready(shape: tuple[int, int], strides: tuple[int, int], device: int, choice
     if not width and rows:
         raise ValueError("argmax of empty rows")
     if not rows or max(extent(shape, strides), rows * width) >= LARGEST_EXTENT:
-        return Steps(None, None, (0, 0))
+        return Steps(None, None, (0, 0), None)
+    result = ((rows,), (1,), torch.int64)
     choice = choice or choose(rows, width, device)
     tile = min(choice.tile, power_of_two(width))
     tiles = -(-width // tile)
@@ -206,8 +218,9 @@ def _ready(shape: tuple[int, int], strides: tuple[int, int], device: int, choice
     kernel = hinted(argmax_kernel, choice.occupancy, choice.worker_warps)
     first = Plan(kernel, grid, (parts, each, tile, grid[0] < rows * parts, choice.access))
     if parts == 1:
-        return Steps(first, None, (0, 0))
-    return Steps(first, Plan(best_part_kernel, (rows,), (parts, power_of_two(parts))), (rows, parts))
+        return Steps(first, None, (0, 0), makers(device, result))
+    second = Plan(best_part_kernel, (rows,), (parts, power_of_two(parts)))
+    return Steps(first, second, (rows, parts), makers(device, result, ((rows, parts), (parts, 1), torch.int64)))
 
 
 _op = torch.library.custom_op("kernelgraft::argmax", _run, mutates_args=())

@@ -21,7 +21,18 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import Plan, eager, fire, hinted, power_of_two, processors
+from kernelgraft.cutile.plans import (
+    Maker,
+    Plan,
+    contiguous,
+    current,
+    eager,
+    fire,
+    hinted,
+    makers,
+    power_of_two,
+    processors,
+)
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels import attention_tiles as tiles
 from kernelgraft.kernels.attention_tiles import BOOL_MASK, FLOAT_MASK, LOWEST, NO_MASK, ZERO, about
@@ -238,7 +249,7 @@ def _run(
 ) -> torch.Tensor:
     batch, heads, length, width = query.shape
     key_batch, _, kv_len, key_width = key.shape
-    out = query.new_empty((batch, length, heads, value.shape[3]))
+    out = query.new_empty(batch, length, heads, value.shape[3])  # torch takes sizes one by one faster than as a tuple
     if out.numel():
         if (
             key.shape != value.shape
@@ -271,9 +282,10 @@ def _launch(
         return
     size = key.shape[2] - 1
     bits = size.bit_length() - 3
-    main, join, shape = _plan(
+    device = query.get_device()
+    main, join, shape, makes = _plan(
         query.shape, key.shape[1], ((size >> bits) + 1) << bits if bits > 0 else 8, value.shape[3], query.dtype,
-        query.get_device(), None if mask is None else mask.dtype, mask is not None and mask.shape[1] > 1,
+        device, None if mask is None else mask.dtype, mask is not None and mask.shape[1] > 1,
         sinks is not None, lengths is not None, scaling, causal, window, softcap, config,
     )  # fmt: skip
     # Arguments that the kernel leaves alone have to be some tensor.
@@ -282,7 +294,8 @@ def _launch(
     if join is None:
         fire(main, (query, key, value, mask, sinks, lengths, out))
     else:
-        parts = torch.empty(shape, dtype=torch.float32, device=query.device)
+        makes = makes if device >= 0 and device == current() else None
+        parts = query.new_empty(*shape, dtype=torch.float32) if makes is None else makes[0]()
         fire(main, (query, key, value, mask, sinks, lengths, parts))
         fire(join, (parts, sinks, out))
 
@@ -337,8 +350,8 @@ def _plan(
     window: int | None,
     softcap: float | None,
     config: Decode | None,
-) -> tuple[Plan, Plan | None, tuple[int, ...]]:
-    """The launch, the one that joins its parts, and their shape, for numbers of keys up to one of four an octave."""
+) -> tuple[Plan, Plan | None, tuple[int, ...], tuple[Maker, ...] | None]:
+    """The launch, the one that joins its parts, their shape and what makes them, for one of four lengths an octave."""
     batch, heads, q_len, head_dim = shape
     group = tiles.group(heads, kv_heads, scaling)
     if q_len > most_queries(group):
@@ -379,11 +392,12 @@ def _plan(
     kernel = hinted(attention_decode_kernel, tuning.occupancy, tuning.worker_warps)
     main = Plan(kernel, (parts, kv_heads, batch), (scale, cap, window or 0, *constants))
     if parts == 1:
-        return main, None, ()
+        return main, None, (), None
     every = power_of_two(parts)
     settings = (sinks, group, queries, dv, every, min(every, AT_ONCE), min(dv, 128))
     join = Plan(attention_join_kernel, (group * q_len, kv_heads, batch), settings)
-    return main, join, (batch, kv_heads, parts, together * queries, dv + TAIL)
+    partial = (batch, kv_heads, parts, together * queries, dv + TAIL)
+    return main, join, partial, makers(device, (partial, contiguous(partial), torch.float32))
 
 
 def splits(heads: int, length: int, size: int, blocks: int) -> int:

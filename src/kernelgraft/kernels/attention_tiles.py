@@ -157,7 +157,7 @@ def halves(
 def result(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The empty result [batch, q_len, heads, value_dim]."""
     batch, heads, length, _ = query.shape
-    return query.new_empty((batch, length, heads, value.shape[3]))
+    return query.new_empty(batch, length, heads, value.shape[3])
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:

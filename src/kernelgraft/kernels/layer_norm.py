@@ -16,7 +16,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import eager
+from kernelgraft.cutile.plans import current, eager
 from kernelgraft.kernels import rows
 from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import Call, Norm, call, launch
@@ -128,10 +128,10 @@ def _run(
     divide: bool,
 ) -> torch.Tensor:
     dtypes = x.dtype, x.dtype, _dtype(weight), _dtype(bias)
-    found = _call(
-        rows.NO_SUM, x.shape, (x.stride(),), x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
-    )
-    y = torch.empty_like(x, dtype=found.norm.dtypes[1])
+    device = x.get_device()
+    found = _call(rows.NO_SUM, x.shape, (x.stride(),), device, dtypes, eps, offset, round_offset, round_normed, divide)
+    makes = found.makes if device >= 0 and device == current() else None
+    y = torch.empty_like(x, dtype=found.norm.dtypes[1]) if makes is None else makes[1]()
     launch(found, (x, x), (y, y), (x if weight is None else weight, x if bias is None else bias))
     return y
 
@@ -148,12 +148,16 @@ def _run_first(
     divide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
-    strides = residual.stride(), x.stride()
+    strides, device = (residual.stride(), x.stride()), x.get_device()
     found = _call(
-        rows.SUM_FIRST, x.shape, strides, x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
-    )
-    first, second = found.norm.dtypes
-    total, y = torch.empty_like(residual, dtype=first), torch.empty_like(residual, dtype=second)
+        rows.SUM_FIRST, x.shape, strides, device, dtypes, eps, offset, round_offset, round_normed, divide
+    )  # fmt: skip
+    makes = found.makes if device >= 0 and device == current() else None
+    if makes is None:
+        first, second = found.norm.dtypes
+        total, y = torch.empty_like(residual, dtype=first), torch.empty_like(residual, dtype=second)
+    else:
+        total, y = makes[0](), makes[1]()
     launch(found, (residual, x), (total, y), (x if weight is None else weight, x if bias is None else bias))
     return total, y
 
@@ -170,11 +174,12 @@ def _run_last(
     divide: bool,
 ) -> torch.Tensor:
     dtypes = residual.dtype, x.dtype, _dtype(weight), _dtype(bias)
-    strides = residual.stride(), x.stride()
+    strides, device = (residual.stride(), x.stride()), x.get_device()
     found = _call(
-        rows.SUM_LAST, x.shape, strides, x.get_device(), dtypes, eps, offset, round_offset, round_normed, divide
-    )
-    y = torch.empty_like(residual, dtype=found.norm.dtypes[1])
+        rows.SUM_LAST, x.shape, strides, device, dtypes, eps, offset, round_offset, round_normed, divide
+    )  # fmt: skip
+    makes = found.makes if device >= 0 and device == current() else None
+    y = torch.empty_like(residual, dtype=found.norm.dtypes[1]) if makes is None else makes[1]()
     launch(found, (residual, x), (y, y), (x if weight is None else weight, x if bias is None else bias))
     return y
 

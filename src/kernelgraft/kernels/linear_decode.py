@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, eager, extent, fire, power_of_two, processors
+from kernelgraft.cutile.plans import (
+    LARGEST_EXTENT,
+    Maker,
+    Plan,
+    contiguous,
+    current,
+    eager,
+    extent,
+    fire,
+    makers,
+    power_of_two,
+    processors,
+)
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels.act_and_mul import ACTIVATIONS, ALIASES
 from kernelgraft.kernels.examples import Example, tensor
@@ -107,6 +119,8 @@ class _Call:
     shape: tuple[int, ...]
     """Of the result."""
     form: Form
+    makes: tuple[Maker, ...] | None
+    """What makes the result, see `makers`."""
     plan: Plan | None
     """None: nothing to launch, more than one launch, or weights whose rows overlap and have to be laid out first."""
 
@@ -130,9 +144,10 @@ def _call(
     apart = [strides[0] for strides in (steps, *(() if up is None else (up[1],)))]
     reach = max(extent(weight, (step, 1)) for step in apart)
     shape = (*x[:-1], form.outputs)
+    makes = makers(device, (shape, contiguous(shape), form.dtype))
     if not form.count or not form.outputs or min(apart) < form.width or reach >= LARGEST_EXTENT:
-        return _Call(shape, form, None)
-    return _Call(shape, form, plan(form, form.outputs, choose(form, device), device))
+        return _Call(shape, form, makes, None)
+    return _Call(shape, form, makes, plan(form, form.outputs, choose(form, device), device))
 
 
 def _run(
@@ -147,16 +162,19 @@ def _run(
     cast: str,
     activation: str | None,
 ) -> torch.Tensor:
+    device = x.get_device()
     if up is bias is residual is vector is None and activation is None:
-        found = _call(x.shape, weight.shape, weight.stride(), (x.dtype, weight.dtype, None), x.get_device())
+        found = _call(x.shape, weight.shape, weight.stride(), (x.dtype, weight.dtype, None), device)
     else:
         dtypes = x.dtype, weight.dtype, dtype_of(up), dtype_of(bias), dtype_of(residual), dtype_of(vector)
         others = shape_of(bias), shape_of(residual), shape_of(vector)
         found = _call(
-            x.shape, weight.shape, weight.stride(), dtypes, x.get_device(), laid(up), others, eps, offset, cast,
+            x.shape, weight.shape, weight.stride(), dtypes, device, laid(up), others, eps, offset, cast,
             activation,
         )  # fmt: skip
-    y = x.new_empty(found.shape)
+    makes = found.makes if device >= 0 and device == current() else None
+    # Torch takes sizes one by one faster than as a tuple.
+    y = x.new_empty(*found.shape) if makes is None else makes[0]()
     if not x.is_contiguous():
         x = x.contiguous()
     if residual is not None and not residual.is_contiguous():

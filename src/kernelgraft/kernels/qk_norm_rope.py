@@ -13,7 +13,19 @@ from typing import Any
 
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_EXTENT, Plan, Tuning, eager, extent, fire, power_of_two
+from kernelgraft.cutile.plans import (
+    LARGEST_EXTENT,
+    Maker,
+    Plan,
+    Tuning,
+    contiguous,
+    current,
+    eager,
+    extent,
+    fire,
+    makers,
+    power_of_two,
+)
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels import rope
 from kernelgraft.kernels.access import LOAD, TMA, fitting
@@ -73,12 +85,13 @@ def qk_norm_rope(
     `rope`; `keep` gives the norm's dtype, otherwise the one that torch promotes it and the tables to. `memory`: the
     results are contiguous (`heads`) or contiguous as [batch, length, heads, channels] (`length`).
     """
-    run = _run if eager(q, k, q_weight, k_weight, cos, sin) else _op
-    found = run(
-        q, k, q_weight, k_weight, cos, sin, eps, row_axis, offset, cast, round_offset, divide, rotary_dim, last,
-        pairs_in, pairs_out, table, compute, keep, memory,
+    words = (
+        row_axis, offset, cast, round_offset, divide, rotary_dim, last, pairs_in, pairs_out, table, compute, keep,
+        memory,
     )  # fmt: skip
-    return tuple(found)
+    if eager(q, k, q_weight, k_weight, cos, sin):
+        return _launched(q, k, q_weight, k_weight, cos, sin, eps, words)
+    return tuple(_op(q, k, q_weight, k_weight, cos, sin, eps, *words))
 
 
 def _run(
@@ -107,10 +120,7 @@ def _run(
         row_axis, offset, cast, round_offset, divide, rotary_dim, last, pairs_in, pairs_out, table, compute, keep,
         memory,
     )  # fmt: skip
-    shape, strides = (None, None) if k is None else (k.shape, k.stride())
-    weight = None if q_weight is None else q_weight.dtype
-    call = _call(q.shape, q.stride(), shape, strides, q.dtype, weight, cos.dtype, q.get_device(), eps, words)
-    return _launched(call, q, k, q_weight, k_weight, cos, sin)
+    return list(_launched(q, k, q_weight, k_weight, cos, sin, eps, words))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -176,9 +186,10 @@ class _Call:
     plan: Plan | None
     """None if there is nothing to launch or more than one launch."""
     setting: Setting
-    eps: float
     shapes: tuple[tuple[int, ...], ...]
     """Of the results in memory."""
+    makes: tuple[Maker, ...] | None
+    """What makes the results, see `makers`."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,28 +210,39 @@ def _call(
     plan = None
     if not any(0 in s for s in shapes):
         plan = _plan(q, q_strides, k, k_strides, weight is not None, device, eps, setting)
-    return _Call(plan, setting, eps, shapes)
+    makes = makers(device, *((shape, contiguous(shape), setting.dtype) for shape in shapes))
+    return _Call(plan, setting, shapes, makes)
 
 
 def _launched(
-    call: _Call,
     q: torch.Tensor,
     k: torch.Tensor | None,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-) -> list[torch.Tensor]:
-    made = [torch.empty(shape, dtype=call.setting.dtype, device=q.device) for shape in call.shapes]
-    pairs = [(q, q_weight, made[0])] if k is None else [(q, q_weight, made[0]), (k, k_weight, made[1])]
-    if call.plan is None:
-        for x, weight, y in pairs:
-            if y.numel():
-                _split(x, weight, cos, sin, y, call.eps, call.setting)
+    eps: float,
+    words: tuple[Any, ...],
+) -> tuple[torch.Tensor, ...]:
+    shape, strides = (None, None) if k is None else (k.shape, k.stride())
+    weight, device = None if q_weight is None else q_weight.dtype, q.get_device()
+    call = _call(q.shape, q.stride(), shape, strides, q.dtype, weight, cos.dtype, device, eps, words)
+    if (makes := call.makes) is None or device != current():
+        # Torch takes sizes one by one faster than as a tuple.
+        made = tuple([q.new_empty(*shape, dtype=call.setting.dtype) for shape in call.shapes])
     else:
-        (x, w, y), (x2, w2, y2) = pairs[0], pairs[-1]
-        fire(call.plan, (x, x2, x if w is None else w, x2 if w2 is None else w2, cos, sin, y, y2))
-    return made if call.setting.out_axes == (1, 2) else [y.transpose(1, 2) for y in made]
+        made = (makes[0](),) if k is None else (makes[0](), makes[1]())
+    if call.plan is None:
+        for x, scale, y in zip((q, k), (q_weight, k_weight), made, strict=False):
+            if x is not None and y.numel():
+                _split(x, scale, cos, sin, y, eps, call.setting)
+    elif k is None:
+        w = q if q_weight is None else q_weight
+        fire(call.plan, (q, q, w, w, cos, sin, made[0], made[0]))
+    else:
+        scales = (q, k) if q_weight is None or k_weight is None else (q_weight, k_weight)
+        fire(call.plan, (q, k, *scales, cos, sin, *made))
+    return made if call.setting.out_axes == (1, 2) else tuple([y.transpose(1, 2) for y in made])
 
 
 def _split(

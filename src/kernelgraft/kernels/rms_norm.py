@@ -16,7 +16,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import eager
+from kernelgraft.cutile.plans import current, eager, fire
 from kernelgraft.kernels import rows
 from kernelgraft.kernels.examples import Example, tensor
 from kernelgraft.kernels.row_plans import Call, Norm, call, launch
@@ -96,10 +96,14 @@ def _run(
     divide: bool,
 ) -> torch.Tensor:
     vector = None if weight is None else weight.dtype
-    found = _call(x.shape, x.stride(), x.get_device(), x.dtype, vector, eps, offset, cast, round_offset, divide)
-    dtype = found.norm.dtypes[0]
-    y = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
-    launch(found, (x,), (y,), (x if weight is None else weight,))
+    device = x.get_device()
+    found = _call(x.shape, x.stride(), device, x.dtype, vector, eps, offset, cast, round_offset, divide)
+    makes = found.makes if device >= 0 and device == current() else None
+    y = torch.empty_like(x, dtype=found.norm.dtypes[0]) if makes is None else makes[0]()
+    if found.direct:
+        fire(found.plan, (x, y, x if weight is None else weight))  # type: ignore[arg-type]
+    else:
+        launch(found, (x,), (y,), (x if weight is None else weight,))
     return y
 
 

@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_AXIS, LARGEST_EXTENT, Plan, Tuning, extent, fire, power_of_two, processors
+from kernelgraft.cutile.plans import (
+    LARGEST_AXIS,
+    LARGEST_EXTENT,
+    Maker,
+    Plan,
+    Tuning,
+    extent,
+    fire,
+    like,
+    makers,
+    power_of_two,
+    processors,
+)
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels.access import GATHER, LOAD, TMA, fitting
 
@@ -61,19 +73,25 @@ class Call:
     """None: nothing to launch, more than one launch, or tensors that have to be brought to rows first."""
     view: tuple[int, int, int] | None
     """The tensors' shape as the kernel takes them; None: they have it."""
+    makes: tuple[Maker, ...] | None = None
+    """What makes results of the norm's dtypes, see `makers`."""
+    direct: bool = False
+    """Whether all that is left is to `fire` the plan on the tensors as they are."""
 
 
 def call(norm: Norm, shape: tuple[int, ...], device: int, *strides: tuple[int, ...]) -> Call:
-    """A norm of inputs with one shape and these strides, one for each."""
+    """A norm of inputs with one shape and these strides, one for each; the results lie as the first."""
+    steps = like(shape, strides[0])
+    makes = makers(device, *((shape, steps, dtype) for dtype in norm.dtypes))
     if 0 in shape:
-        return Call(norm, None, None)
+        return Call(norm, None, None, makes)
     view = None if len(shape) == 3 else as_rows_shape(shape)
     seen = shape if view is None else view
     if view is not None and (len(shape) > 3 and any(not viewable(shape, s) for s in strides)):
-        return Call(norm, None, None)
+        return Call(norm, None, None, makes)
     if max(extent(shape, s) for s in strides) >= LARGEST_EXTENT:
-        return Call(norm, None, None)
-    return Call(norm, plan(norm, seen, device), view)
+        return Call(norm, None, None, makes)
+    return Call(norm, plan(norm, seen, device), view, makes, view is None)
 
 
 def launch(
