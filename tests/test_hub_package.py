@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -15,11 +16,12 @@ import safetensors.torch
 import torch
 from test_emit import Made, make
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import kernelgraft
 from kernelgraft import emit, models
-from kernelgraft.emit import hub_fusions, hub_package
+from kernelgraft.emit import hub_fusions, hub_package, hub_parallel
 from kernelgraft.errors import UsageError
 from kernelgraft.layouts import find_layouts
 from kernelgraft.layouts.packages import load_all
@@ -49,6 +51,20 @@ def package(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dest
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Made, Path, Path]:
+    """A model whose attention can be replaced whole, its package, and a folder with its weights; heads share keys."""
+    torch.set_num_threads(1)
+    folder, dest = tmp_path_factory.mktemp("weights"), tmp_path_factory.mktemp("hub") / "llama"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=256, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config)
+    models.randomise(model, 0)
+    model.save_pretrained(folder)
+    made = make(str(folder), tmp_path_factory.mktemp("llama"))
+    return made, export(made, dest), folder
+
+
 def export(made: Made, dest: Path, graft: Graft | None = None, **options: Any) -> Path:
     options = {"repo": REPO, "inventory": made.inventory, "format": "hub"} | options
     emit.export(graft or made.graft, dest=dest, **options)
@@ -71,10 +87,10 @@ def with_solutions(graft: Graft, change: Any) -> Graft:
     return graft.model_copy(update={"solutions": {n: change(s) for n, s in graft.solutions.items()}})
 
 
-def assert_same_weights(folder: Path) -> None:
-    """What was saved are the bundled model's own tensors, under their own names."""
+def assert_same_weights(folder: Path, model: Path = TINY) -> None:
+    """What was saved are a model's own tensors, under their own names."""
     saved = safetensors.torch.load_file(folder / "model.safetensors")
-    before = safetensors.torch.load_file(TINY / "model.safetensors")
+    before = safetensors.torch.load_file(model / "model.safetensors")
     assert saved.keys() == before.keys()
     assert all(torch.equal(saved[name], before[name].float()) for name in saved)
 
@@ -183,8 +199,9 @@ def test_the_norm_that_feeds_the_product_is_fused_with_it(spec: str, norm: str, 
     made = make(spec, tmp_path / "inventory")
     root = export(made, tmp_path / "package")
     fused, *rest = load_all(in_folder(root))
+    others = [kernel.name for kernel in rest]
+    assert len(others) == 2 and others[1].endswith("AttentionKernel") and others[0].endswith("RMSNormKernel")
     assert [part.path for part in fused.entry.parts] == [f"model.layers.*.{norm}", "model.layers.*.mlp"]
-    assert all("MLP" not in kernel.name for kernel in rest), "no product is left to a kernel of its own"
     ids = IDS % made.model.config.vocab_size
     with torch.no_grad():
         want = made.model(ids).logits
@@ -197,6 +214,78 @@ def test_a_norm_after_the_product_is_not(tmp_path: Path) -> None:
     made = make("config:olmo2", tmp_path / "inventory")
     root = export(made, tmp_path / "package")
     assert {kernel.name for kernel in load_all(in_folder(root))} == {"Olmo2RMSNormKernel", "Olmo2MLPKernel"}
+
+
+def test_linears_of_one_input_become_one_and_functions_have_their_kernels(
+    llama: tuple[Made, Path, Path], tmp_path: Path
+) -> None:
+    made, root, folder = llama
+    (kernel,) = [k for k in load_all(in_folder(root)) if k.name == "LlamaAttentionKernel"]
+    assert kernel.has_backward and [type(rule).__name__ for rule in kernel.rules] == ["WeightConverter"]
+    model = kernelgraft.from_pretrained(AutoModelForCausalLM, folder, kernels=in_folder(root))
+    attention = model.model.layers[0].self_attn
+    layers = sys.modules[type(attention).__module__]
+    sizes = [getattr(made.model.model.layers[0].self_attn, f"{name}_proj").out_features for name in "qkv"]
+    assert attention.qkv_proj.out_features == sum(sizes) and sizes[0] > sizes[1]
+    assert layers.LlamaAttentionKernel_sizes(model.config) == sizes
+    assert not hasattr(attention, "q_proj")
+    served: list[Any] = []
+    with pytest.MonkeyPatch.context() as patching, torch.no_grad():
+        inner = layers.LlamaAttentionKernel_apply_rotary_pos_emb
+        assert inner is not layers.apply_rotary_pos_emb
+        patching.setattr(layers, "LlamaAttentionKernel_apply_rotary_pos_emb", lambda *a: served.append(a) or inner(*a))
+        logits = model(IDS).logits
+        assert layers.rope.choose_1(*served[0]).__name__.startswith("torch_")
+    assert len(served) == len(model.model.layers)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, made.model(IDS).logits, rtol=1e-5, atol=1e-5)
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(IDS, **greedy), made.model.generate(IDS, **greedy))
+    model.save_pretrained(tmp_path)
+    assert_same_weights(tmp_path, folder)
+    assert "rope at" not in (root / "README.md").read_text()
+
+
+def test_attention_that_holds_norms_with_kernels_stays(package: Path) -> None:
+    assert "what is patched in `Qwen3Attention`: modules in it have kernels" in (package / "README.md").read_text()
+
+
+def test_a_package_for_another_forward_says_so(llama: tuple[Made, Path, Path]) -> None:
+    """transformers' own loader would call it wrongly without a word."""
+    made, root, _ = llama
+    (kernel,) = [k for k in load_all(in_folder(root)) if k.name == "LlamaAttentionKernel"]
+    assert kernel.layout is not None
+    kernel.layout(made.model.config, 0)
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(LlamaAttention, "forward", lambda self, hidden_states, renamed=None, **kwargs: None)
+        with pytest.raises(TypeError, match="made for another version of transformers"):
+            kernel.layout(made.model.config, 0)
+
+
+MERGES = """
+def forward(self, x, y):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("a = self.q(x)\n    b = self.k(x)\n    return a + b", ("x", ["q", "k"])),
+        ("a, b = self.q(x), self.k(x)\n    return a + b", ("x", ["q", "k"])),
+        ("a = self.q(x)\n    x = x + 1\n    b = self.k(x)\n    return a + b", None),
+        ("a = self.q(x)\n    b = self.k(y)\n    return a + b", None),
+        ("a = self.q(x)\n    b = self.q(x) + self.k(y)\n    return a + b", None),
+        ("a = self.q(x)\n    if y:\n        return self.k(x)\n    return a", None),
+        ("a = self.q(x)\n    b = self.k(x)\n    return a + b + self.k.bias", None),
+        ("a = self.q(x)\n    b = self.k(x)\n    c = self.v(y)\n    return a + b + c", ("x", ["q", "k"])),
+        ("a = self.act(x)\n    b = self.k(x)\n    return a + b", None),
+    ],
+)
+def test_which_linears_read_one_input(body: str, found: Any) -> None:
+    (node,) = ast.parse(MERGES.format(body=body)).body
+    assert isinstance(node, ast.FunctionDef)
+    assert hub_parallel._calls_of_one_input(node, ["q", "k", "v"]) == found
 
 
 def test_a_fusion_that_the_check_refuses_is_two_kernels(made: Made, tmp_path: Path) -> None:
@@ -418,18 +507,28 @@ print(json.dumps([sorted(runs), *differences, sum(kernel is not None for kernel 
 """
 
 
-def test_it_loads_through_kernel_config(package: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny", "llama"])
+def test_it_loads_through_kernel_config(
+    name: str, package: Path, llama: tuple[Made, Path, Path], tmp_path: Path
+) -> None:
     """In a process of its own, since KernelConfig patches the whole process; kernels' own validation passes there."""
     from transformers.utils.import_utils import is_kernels_available
 
     pytest.importorskip("kernels", reason="the package `kernels` is not installed")
     if not is_kernels_available():
         pytest.skip("the installed transformers does not take the installed `kernels`")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "LOCAL_KERNELS": f"{REPO}={package}", "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", THROUGH_KERNEL_CONFIG, str(package), str(TINY), str(tmp_path)]
+    root, model = (package, TINY) if name == "tiny" else llama[1:]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "LOCAL_KERNELS": f"{REPO}={root}", "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", THROUGH_KERNEL_CONFIG, str(root), str(model), str(tmp_path)]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     runs, difference, trained, served = json.loads(done.stdout.splitlines()[-1])
-    assert runs == ["Qwen3RMSNormKernel.forward", "Qwen3RMSNormMLPKernel.forward"]
-    assert difference < 1e-4 and trained < 1e-4 and served == 6, "each of three layers, twice"
-    assert_same_weights(tmp_path)
+    expected = {
+        "tiny": ["Qwen3RMSNormKernel.forward", "Qwen3RMSNormMLPKernel.forward"],
+        "llama": ["LlamaAttentionKernel.forward", "LlamaRMSNormKernel.forward", "LlamaRMSNormMLPKernel.forward"],
+    }
+    assert runs == expected[name]
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    assert difference < 1e-4 and trained < 1e-4
+    assert served == layers, "each layer once, and none where gradients are wanted"
+    assert_same_weights(tmp_path, model)

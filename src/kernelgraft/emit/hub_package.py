@@ -12,19 +12,18 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from kernelgraft.emit import computes as code
 from kernelgraft.emit import hub_trial, monkey_patch, testing
-from kernelgraft.emit.hub_classes import HubClass, classes_of, plan_merges
-from kernelgraft.emit.hub_fusions import HubFusion, plan_fusions, settle
+from kernelgraft.emit.hub_classes import classes_of, plan_merges
+from kernelgraft.emit.hub_fitting import Offer
+from kernelgraft.emit.hub_fusions import plan_fusions
+from kernelgraft.emit.hub_parallel import plan_parallels
 from kernelgraft.emit.monkey_patch import HEADER, VERSION
 from kernelgraft.errors import UsageError
-from kernelgraft.layouts.findings import Finding
 from kernelgraft.records import Graft, Patch, Solution
 from kernelgraft.store import Inventory
 
@@ -49,97 +48,71 @@ def write(graft: Graft, stage: Path, *, repo: str, inventory: Inventory | None, 
     modules as they are; a class that does not fit is left out. The card says why.
     """
     skipped: list[str] = []
-    patches = [_of_modules(patch, skipped) for patch in graft.accepted]
-    chosen = [patch for patch in patches if patch is not None]
-    if not chosen:
+    modules, functions, inside = _parted(graft, skipped)
+    if not modules and not functions:
+        skipped += _others(graft, Offer([], [], []))
         detail = f": {skipped[0]}" if skipped else ", for it has no accepted patch"
         raise UsageError(f"the graft of `{graft.model.name}` has no module to export{detail}")
+    chosen = [*modules, *functions]
     built = []
     for family in dict.fromkeys(p.family for p in chosen):
         compute = code.Compute(family, [p for p in chosen if p.family == family])
         code.build(compute, graft, {}, [], skipped)
         built.append(compute)
-    classes = [one for compute in built for one in classes_of(compute, skipped)]
-    if not classes:
-        raise UsageError(f"the graft of `{graft.model.name}` has no module to export: {skipped[0]}")
     full = testing.configuration(graft, inventory, config)
-    small = testing.small(full, [site for p in chosen for site in p.sites])
+    sites = [site for patch in graft.accepted for site in patch.sites if site.class_name in inside]
+    small = testing.small(full, [site for p in modules for site in p.sites] + sites)
+    classes = [
+        one
+        for compute in built
+        if compute.family not in {p.family for p in functions}
+        for one in classes_of(compute, skipped)
+    ]
+    taken = [path for one in classes for path in one.paths]
+    offer = Offer(classes, [], plan_parallels(built, inside, taken, full, skipped))
+    if not offer.kernels:
+        skipped += _others(graft, offer)
+        raise UsageError(f"the graft of `{graft.model.name}` has no module to export: {skipped[0]}")
     plan_merges(classes, built, graft, full)
-    fusions = plan_fusions(classes, full)
-    device = graft.model.device.partition(":")[0]
+    offer.fusions = plan_fusions(classes, full)
 
-    def draft() -> dict[str, str]:
-        return _files(graft, repo, built, classes, fusions, [], skipped)
+    def draft() -> None:
+        _put_all(stage, _files(graft, repo, built, offer, [], skipped))
 
-    notes = _fitting(classes, fusions, stage, full, draft, device, skipped)
-    how = hub_trial.measure(stage, _kernels(classes, fusions), small, graft.model)
-    _put_all(stage, _files(graft, repo, built, classes, fusions, notes, skipped, how))
-
-
-def _kernels(classes: Sequence[HubClass], fusions: Sequence[HubFusion]) -> list[HubClass | HubFusion]:
-    """What the package offers: fusions, and the classes that they leave modules to."""
-    settle(classes, fusions)
-    return [*fusions, *(one for one in classes if one.alone)]
+    notes = offer.fit(stage, full, graft.model.device.partition(":")[0], draft, skipped)
+    how = hub_trial.measure(stage, offer.kernels, small, graft.model)
+    skipped += _others(graft, offer)
+    _put_all(stage, _files(graft, repo, built, offer, notes, skipped, how))
 
 
-def _of_modules(patch: Patch, skipped: list[str]) -> Patch | None:
-    """A patch with its module sites only; None if it has none."""
-    skipped += code.unservable(patch)
-    others = [s for s in patch.sites if s.kind != "module"]
-    skipped += [f"{patch.family} at `{s.key}`: a place of kind {s.kind}, which monkey-patch exports" for s in others]
-    sites = tuple(s for s in patch.sites if s.kind == "module" and s.class_name.startswith("transformers."))
-    return patch.model_copy(update={"sites": sites}) if sites else None
+def _parted(graft: Graft, skipped: list[str]) -> tuple[list[Patch], list[Patch], dict[str, list[str]]]:
+    """Accepted patches with their modules only, with their functions only, and the classes in which functions are
+    patched, each with the paths of its modules."""
+    modules: list[Patch] = []
+    functions: list[Patch] = []
+    inside: dict[str, list[str]] = {}
+    for patch in graft.accepted:
+        skipped += code.unservable(patch)
+        ours = [site for site in patch.sites if site.class_name.startswith("transformers.")]
+        for kind, found in (("module", modules), ("function", functions)):
+            if sites := tuple(site for site in ours if site.kind == kind):
+                found.append(patch.model_copy(update={"sites": sites}))
+        for site in ours:
+            if site.kind in ("function", "attention") and site.method == "forward":
+                paths = inside.setdefault(site.class_name, [])
+                paths += [path for path in site.instances if path not in paths]
+    return modules, functions, inside
 
 
-def _fitting(
-    classes: list[HubClass],
-    fusions: list[HubFusion],
-    stage: Path,
-    config: PreTrainedConfig,
-    files: Callable[[], dict[str, str]],
-    device: str,
-    skipped: list[str],
-) -> list[str]:
-    """Write what fits the model; what the check then says. What does not fit is fused no more, then merged no more,
-    then left out.
-
-    `fusions` and `classes` lose those that do not fit; UsageError if none is left.
-    """
-    while True:
-        _put_all(stage, files())
-        found = hub_trial.fits(stage, _kernels(classes, fusions), config, device)
-        wrong = [f for f in found if f.severity != "note"]
-        if not wrong:
-            return [str(f) for f in found]
-        if apart := [one for one in fusions if any(f.kernel == one.name for f in wrong)]:
-            for fusion in apart:
-                reason = next(str(f) for f in wrong if f.kernel == fusion.name)
-                skipped.append(f"{fusion.place} are not one kernel: {reason}")
-                fusions.remove(fusion)
-            continue
-        if fusions and not any(_speaks_of(f, one) for f in wrong for one in classes):
-            skipped.append(f"norms and gated products are not one kernel: {wrong[0]}")
-            fusions.clear()
-            continue
-        guilty = [one for one in classes if any(_speaks_of(f, one) for f in wrong)]
-        merged = [one for one in guilty if one.merge]
-        for one in merged or guilty:
-            reason = next(str(f) for f in wrong if _speaks_of(f, one))
-            if one.merge:
-                skipped.append(f"the linears of `{one.owner}` are not merged: {reason}")
-                one.merge = None
-            else:
-                skipped.append(f"{one.family} of `{one.owner}`: {reason}")
-                classes.remove(one)
-                fusions[:] = [fusion for fusion in fusions if one not in (fusion.norm, fusion.mlp)]
-        if not classes or not guilty:
-            raise UsageError(f"the package does not fit the graft's model: {wrong[0]}")
-
-
-def _speaks_of(finding: Finding, one: HubClass) -> bool:
-    if finding.kernel is not None:
-        return finding.kernel == one.name
-    return f"`{one.owner}`" in finding.message or f"`{one.name}`" in finding.message
+def _others(graft: Graft, offer: Offer) -> list[str]:
+    """A line for each place that the package leaves alone for its kind."""
+    served = {(one.owner, name) for one in offer.parallels for name in one.functions}
+    return [
+        f"{patch.family} at `{site.key}`: a place of kind {site.kind}, which monkey-patch exports"
+        for patch in graft.accepted
+        for site in patch.sites
+        if site.kind != "module" and (site.class_name.rpartition(".")[2], site.symbol) not in served
+    ]
 
 
 # --- files ---
@@ -149,15 +122,14 @@ def _files(
     graft: Graft,
     repo: str,
     built: Sequence[code.Compute],
-    classes: Sequence[HubClass],
-    fusions: Sequence[HubFusion],
+    offer: Offer,
     notes: Sequence[str],
     skipped: Sequence[str],
     how: str = "not measured",
 ) -> dict[str, str]:
     render = monkey_patch.render
-    kernels = _kernels(classes, fusions)
-    used = [compute for compute in built if any(one.family == compute.family for one in classes)]
+    kernels = offer.kernels
+    used = [compute for compute in built if offer.uses(compute.family)]
     common = {
         "header": f"{HEADER} {VERSION}.",
         "repo": repo,
@@ -166,8 +138,9 @@ def _files(
         "transformers": graft.model.transformers,
         "dtype": graft.model.dtype,
         "device": graft.machine.gpu if graft.model.device.startswith("cuda") else graft.machine.cpu,
-        "classes": classes,
-        "fusions": fusions,
+        "classes": offer.classes,
+        "fusions": offer.fusions,
+        "parallels": offer.parallels,
         "kernels": [{"value": one, "key": _written(one.key)} for one in kernels],
         "version": PACKAGE_VERSION,
         "families": [compute.family for compute in used],
@@ -183,7 +156,8 @@ def _files(
         standard = {line for line in compute.merged.imports if _root(line) in sys.stdlib_module_names}
         standard |= {"from collections.abc import Callable", "from typing import Any"}
         names = {*re.findall(r"^import torch\..*|^from torch.*", "\n".join(compute.merged.imports), re.M)}
-        own = [one for one in classes if one.family == compute.family]
+        seats = [seat for one in offer.classes if one.family == compute.family for seat in one.seats]
+        seats += [seat for one in offer.parallels for group in one.functions.values() for seat in group]
         context = {
             **common,
             "family": compute.family,
@@ -191,7 +165,9 @@ def _files(
             "measured": monkey_patch.measured_lines(compute, graft),
             "standard_imports": sorted(standard) + sorted(names),
             "foreign_imports": foreign,
-            "choosers": sorted({seat["select"] for one in own for seat in one.seats}),
+            "choosers": sorted(
+                {seat["select"] for seat in seats if seat.get("family", compute.family) == compute.family}
+            ),
         }
         build[f"{compute.family}.py"] = render("hub_kernels.py.j2", context)
         for name, solution in compute.packages.items():

@@ -20,24 +20,23 @@ from kernelgraft.models.shrinking import quiet
 from kernelgraft.records import ModelCard
 
 if TYPE_CHECKING:
-    from kernelgraft.emit.hub_classes import HubClass
-    from kernelgraft.emit.hub_fusions import HubFusion
+    from kernelgraft.emit.hub_fitting import Kernel
 
 # relRMSE up to which two gradients of one compute are the same.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def keys(root: Path, kernels: Sequence[HubClass | HubFusion]) -> dict[Any, str]:
+def keys(root: Path, kernels: Sequence[Kernel]) -> dict[Any, str]:
     """The kernels of a package in a folder, as KernelSet takes them."""
     return {one.key: f"{root}:{one.name}" for one in kernels}
 
 
-def fits(root: Path, kernels: Sequence[HubClass | HubFusion], config: PreTrainedConfig, device: str) -> list[Finding]:
+def fits(root: Path, kernels: Sequence[Kernel], config: PreTrainedConfig, device: str) -> list[Finding]:
     """What the check of Layouts says of a package on the model that its graft was made for."""
     return check(keys(root, kernels), config, device=device)
 
 
-def measure(root: Path, kernels: Sequence[HubClass | HubFusion], config: PreTrainedConfig, card: ModelCard) -> str:
+def measure(root: Path, kernels: Sequence[Kernel], config: PreTrainedConfig, card: ModelCard) -> str:
     """Set `has_backward` and `can_torch_compile` of each kernel by trying; how it was done, in words.
 
     A kernel has a backward if its gradients are those of its Layout's own forward, and can be compiled if torch.compile
@@ -69,17 +68,27 @@ def measure(root: Path, kernels: Sequence[HubClass | HubFusion], config: PreTrai
     return f"measured on {where} with torch {torch.__version__}, {card.dtype}"
 
 
-def _bound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., torch.Tensor]:
-    return lambda *inputs: forward(module, *inputs)
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _calls(model: nn.Module, paths: Sequence[str]) -> dict[str, tuple[torch.Tensor, ...]]:
+def _bound(forward: Callable[..., Any], module: nn.Module) -> Callable[[Inputs], torch.Tensor]:
+    """A forward of a module's inputs; of several outputs the first."""
+
+    def run(inputs: Inputs) -> torch.Tensor:
+        out = forward(module, *inputs[0], **inputs[1])
+        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    return run
+
+
+def _calls(model: nn.Module, paths: Sequence[str]) -> dict[str, Inputs]:
     """The inputs of modules in one run on a few tokens."""
-    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    found: dict[str, Inputs] = {}
 
     def keeper(path: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.setdefault(path, (*args, *kwargs.values()))
+            found.setdefault(path, (args, kwargs))
 
         return keep
 
@@ -88,7 +97,7 @@ def _calls(model: nn.Module, paths: Sequence[str]) -> dict[str, tuple[torch.Tens
         size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
         device = next(model.parameters()).device
         with torch.no_grad():
-            model(input_ids=(torch.arange(6, device=device) % size)[None])
+            model(input_ids=(torch.arange(6, device=device) % size)[None], use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -96,21 +105,29 @@ def _calls(model: nn.Module, paths: Sequence[str]) -> dict[str, tuple[torch.Tens
 
 
 def _same_gradients(
-    ours: Callable[..., torch.Tensor],
-    own: Callable[..., torch.Tensor],
+    ours: Callable[[Inputs], torch.Tensor],
+    own: Callable[[Inputs], torch.Tensor],
     module: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
+    inputs: Inputs,
     tolerance: float,
 ) -> bool:
     parameters = [p for p in module.parameters() if p.requires_grad]
 
-    def gradients(forward: Callable[..., torch.Tensor]) -> list[torch.Tensor] | None:
-        leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        out = forward(*leaves)
+    def gradients(forward: Callable[[Inputs], torch.Tensor]) -> list[torch.Tensor] | None:
+        leaves: list[torch.Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            leaves.append(value.detach().clone().requires_grad_())
+            return leaves[-1]
+
+        out = forward((tuple(leaf(x) for x in inputs[0]), {name: leaf(x) for name, x in inputs[1].items()}))
         if not out.requires_grad:
             return None
         weights = torch.linspace(-1, 1, out.numel(), device=out.device).reshape(out.shape).to(out.dtype)
-        return list(torch.autograd.grad(out, [*leaves, *parameters], weights))
+        found = torch.autograd.grad(out, [*leaves, *parameters], weights, allow_unused=True)
+        return [torch.zeros(()) if gradient is None else gradient for gradient in found]
 
     try:
         mine, theirs = gradients(ours), gradients(own)
@@ -118,7 +135,8 @@ def _same_gradients(
         return False
     if mine is None or theirs is None:
         return False
-    return all(_relative(a, b) <= tolerance for a, b in zip(mine, theirs, strict=True))
+    same = all(a.shape == b.shape for a, b in zip(mine, theirs, strict=True))
+    return same and all(_relative(a, b) <= tolerance for a, b in zip(mine, theirs, strict=True))
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -127,12 +145,12 @@ def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return difference / scale if scale else difference
 
 
-def _traces(forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> bool:
+def _traces(forward: Callable[[Inputs], torch.Tensor], inputs: Inputs) -> bool:
     """Whether a forward is traced whole, and then gives the same."""
     with torch.no_grad():
-        expected = forward(*inputs)
+        expected = forward(inputs)
         try:
-            actual = torch.compile(forward, fullgraph=True, backend="eager")(*inputs)
+            actual = torch.compile(forward, fullgraph=True, backend="eager")(inputs)
         except Exception:  # whatever a tracer raises is why it cannot
             return False
         finally:
