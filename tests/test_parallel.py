@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,10 +20,9 @@ from hand_made import load
 from torch import nn
 
 from kernelgraft import machine
+from kernelgraft.cutile import plans
 from kernelgraft.sites import current, install
 from kernelgraft.sites.install import wrapped
-
-pytestmark = pytest.mark.slow
 
 SAMPLES = Path(__file__).parent / "parallel_samples.py"
 PATIENCE_S = 300
@@ -69,6 +71,7 @@ def of(found: list[dict[str, Any]], scenario: str) -> list[dict[str, Any]]:
     return [rank[scenario] for rank in found]
 
 
+@pytest.mark.slow
 def test_a_graft_of_the_whole_model_is_refused_by_a_part(found: list[dict[str, Any]]) -> None:
     for rank in of(found, "whole_graft"):
         assert rank["equal"]
@@ -76,6 +79,7 @@ def test_a_graft_of_the_whole_model_is_refused_by_a_part(found: list[dict[str, A
         assert "split over processes (tp=2)" in rank["applied"]
 
 
+@pytest.mark.slow
 def test_all_ranks_get_one_graft_of_their_own_sizes(found: list[dict[str, Any]]) -> None:
     first, second = of(found, "parts")
     assert first["hash"] == second["hash"]
@@ -88,6 +92,7 @@ def test_all_ranks_get_one_graft_of_their_own_sizes(found: list[dict[str, Any]])
     assert first["parameters"] == 381_792  # of the whole model
 
 
+@pytest.mark.slow
 def test_the_graft_serves_every_rank_and_changes_no_token(found: list[dict[str, Any]]) -> None:
     wanted = of(found, "whole_graft")[0]["tokens"]
     for rank in of(found, "parts"):
@@ -101,6 +106,7 @@ def test_the_graft_serves_every_rank_and_changes_no_token(found: list[dict[str, 
         assert rank["served"]["rms_norm"][2] == 3 + 3 + 4
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was_on_every_rank(found: list[dict[str, Any]]) -> None:
     for rank in of(found, "parts"):
         assert rank["untouched"]
@@ -108,10 +114,12 @@ def test_the_model_is_left_as_it_was_on_every_rank(found: list[dict[str, Any]]) 
         assert rank["training"][1] is False
 
 
+@pytest.mark.slow
 def test_the_first_rank_writes(found: list[dict[str, Any]]) -> None:
     assert [rank["written"] for rank in of(found, "parts")] == [True, False]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_first_rank_is_raised_on_all(found: list[dict[str, Any]]) -> None:
     first, second = (rank["supplier"] for rank in of(found, "quarrels"))
     assert first == second
@@ -119,6 +127,7 @@ def test_an_error_of_the_first_rank_is_raised_on_all(found: list[dict[str, Any]]
     assert "nowhere" in first
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_take_the_graft_is_named_and_nobody_waits(found: list[dict[str, Any]]) -> None:
     for rank in of(found, "quarrels"):
         assert all("rank 1" in reason and "already patched" in reason for reason in rank["reasons"])
@@ -127,6 +136,7 @@ def test_a_rank_that_cannot_take_the_graft_is_named_and_nobody_waits(found: list
     assert of(found, "quarrels")[1]["kept"]
 
 
+@pytest.mark.slow
 def test_parts_of_other_sizes_fall_back_with_the_reason(found: list[dict[str, Any]]) -> None:
     first, second = of(found, "uneven")
     assert first["equal"]
@@ -139,6 +149,7 @@ def test_parts_of_other_sizes_fall_back_with_the_reason(found: list[dict[str, An
     assert second["served"]["residual_norm"][0] > 0
 
 
+@pytest.mark.slow
 def test_the_first_rank_alone_can_pass_caches_on(found: list[dict[str, Any]]) -> None:
     first, second = of(found, "caches")
     assert first == second
@@ -146,6 +157,7 @@ def test_the_first_rank_alone_can_pass_caches_on(found: list[dict[str, Any]]) ->
     assert steps["dynamic"] == steps["static"] == steps["at once"]
 
 
+@pytest.mark.slow
 def test_replicas_and_what_is_whole_while_it_runs_take_a_graft_of_the_whole(found: list[dict[str, Any]]) -> None:
     for rank in of(found, "replicas"):
         for how in ("ddp", "fsdp"):
@@ -189,6 +201,61 @@ def test_a_function_that_keeps_another_modules_method_is_not_looked_into() -> No
     around(first)
     second.forward = first.forward  # type: ignore[method-assign]
     assert wrapped(second, second.forward) is None
+
+
+class OnSecondGpu:
+    """What `fire` asks of a tensor."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_goes_to_its_tensors_device_and_stream(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, launches = [current], []
+
+    @contextlib.contextmanager
+    def device(number: int) -> Iterator[None]:
+        before, now[0] = now[0], number
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(plans, "current" if hasattr(plans, "current") else "_current", lambda: now[0])
+    monkeypatch.setattr(plans, "_stream", lambda number: f"stream of {number}")
+    monkeypatch.setattr(plans, "_launch", lambda stream, *_: launches.append((stream, now[0])))
+    tensors: Any = (OnSecondGpu(),)
+    plans.fire(plans.Plan(None, (1,), ()), tensors)
+    assert launches == [("stream of 1", 1)]
+    assert now == [current]
+
+
+KERNELS = sorted((Path(plans.__file__).parents[1] / "kernels").glob("*.py"))
+
+
+def under_device(tree: ast.AST) -> set[int]:
+    """Lines inside `with torch.cuda.device(…):`."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.With)]
+    inside = [b for b in blocks if any("torch.cuda.device(" in ast.unparse(i.context_expr) for i in b.items)]
+    return {line for b in inside for line in range(b.lineno, (b.end_lineno or b.lineno) + 1)}
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.stem)
+def test_kernels_launch_on_their_inputs_device_only(path: Path) -> None:
+    """Through `fire`; Triton's `kernel[grid](…)` with the device made current; memory of the current device only where
+    that was asked."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    safe = under_device(tree)
+    for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+        text = ast.unparse(function)
+        for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
+            assert ast.unparse(call.func) not in ("ct.launch", "launch_kernel"), f"line {call.lineno}"
+            if isinstance(call.func, ast.Subscript) and ast.unparse(call.func.value).endswith("kernel"):
+                assert call.lineno in safe, f"line {call.lineno} launches on the current device"
+            if isinstance(call.func, ast.Subscript) and ast.unparse(call.func.value).endswith("makes"):
+                assert "current()" in text, f"line {call.lineno} allocates on the current device"
 
 
 def test_child_processes_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

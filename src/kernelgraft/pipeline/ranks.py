@@ -89,9 +89,9 @@ def _packed(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _unpacked(data: bytes, device: torch.device) -> Any:
-    """A message with its tensors on this rank's device."""
-    return torch.load(io.BytesIO(data), map_location=device, weights_only=False)
+def _unpacked(data: bytes, theirs: str, ours: str) -> Any:
+    """A message; tensors of the sender's device are on ours."""
+    return torch.load(io.BytesIO(data), map_location={theirs: ours}, weights_only=False)
 
 
 class _Reference:
@@ -110,19 +110,21 @@ class _Leader:
 
     def __init__(self, model: nn.Module, control: Any) -> None:
         self._model, self._control = model, control
+        self._device = str(next(model.parameters()).device)
         self._shards = Shards(model)
-        self._inside = False
+        self._inside = self._forward = False
         self._known: dict[int, int] = {}
         self._dead: list[int] = []
         self._numbers = 0
         self._grafts: dict[int, tuple[Graft, str]] = {}
         self._handles: list[Any] = []
-        self._entered = contextlib.ExitStack()
+        self._before_us: dict[str, Any] = {}
 
     def __enter__(self) -> _Leader:
         model = self._model
         _leading.add(model)
         generate: Any = model.generate
+        self._before_us = {name: value for name, value in model.__dict__.items() if name == "generate"}
         model.__dict__["generate"] = functools.partial(self._call, "generate", generate)
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -136,6 +138,7 @@ class _Leader:
         for handle in self._handles:
             handle.remove()
         del self._model.__dict__["generate"]
+        self._model.__dict__.update(self._before_us)
         _leading.discard(self._model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -153,7 +156,7 @@ class _Leader:
         return found
 
     def _tell(self, message: Any) -> None:
-        dist.broadcast_object_list([_packed(message)], src=0, group=self._control)
+        dist.broadcast_object_list([_packed(message), self._device], src=0, group=self._control)
 
     def _call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a call of the whole model together with the others."""
@@ -268,7 +271,7 @@ class _Follower:
 
     def __init__(self, model: nn.Module, control: Any) -> None:
         self._model, self._control = model, control
-        self._device = next(model.parameters()).device
+        self._device = str(next(model.parameters()).device)
         self._objects: dict[int, Any] = {}
         self._numbers = 0
         self._grafts: dict[str, Graft] = {}
@@ -279,9 +282,10 @@ class _Follower:
         training = self._model.training
         try:
             while True:
-                box: list[Any] = [None]
+                box: list[Any] = [None, None]
                 dist.broadcast_object_list(box, src=0, group=self._control)
-                what, *rest = _unpacked(box[0], self._device)
+                data, theirs = box
+                what, *rest = _unpacked(data, theirs, self._device)
                 if what == "return":
                     return rest[0]
                 if what == "raise":
