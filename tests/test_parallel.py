@@ -19,8 +19,9 @@ import torch
 from hand_made import load
 from torch import nn
 
-from kernelgraft import machine
+from kernelgraft import machine, models
 from kernelgraft.cutile import plans
+from kernelgraft.errors import UsageError
 from kernelgraft.sites import current, install
 from kernelgraft.sites.install import wrapped
 
@@ -223,7 +224,7 @@ def test_a_launch_goes_to_its_tensors_device_and_stream(current: int, monkeypatc
         now[0] = before
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(plans, "current" if hasattr(plans, "current") else "_current", lambda: now[0])
+    monkeypatch.setattr(plans, "current", lambda: now[0])
     monkeypatch.setattr(plans, "_stream", lambda number: f"stream of {number}")
     monkeypatch.setattr(plans, "_launch", lambda stream, *_: launches.append((stream, now[0])))
     tensors: Any = (OnSecondGpu(),)
@@ -264,6 +265,11 @@ def test_child_processes_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.processes() == (1, 2)
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & machine.child_environment().keys()
     assert os.environ["WORLD_SIZE"] == "2"
+
+
+def test_random_weights_are_not_split() -> None:
+    with pytest.raises(UsageError, match="save it to a folder"):
+        models.load("config:llama", split=True)
 
 
 def test_verbs_for_one_process_say_so_under_torchrun(
