@@ -22,6 +22,7 @@ from kernelgraft.bench.result import (
 from kernelgraft.records import (
     BuildSpec,
     CandidateRow,
+    Contribution,
     EndToEnd,
     Evaluation,
     Graft,
@@ -310,3 +311,29 @@ def cells() -> dict[str, Any]:
                 )
     machine = MACHINE.model_copy(update={"gpu": "A GPU"}).model_dump(mode="json")
     return {"environment": {"machine": machine, "seed": 0}, "cells": found}
+
+
+def ablated() -> Graft:
+    """The graft with what each compute gains: the whole a lot, one nothing, one a loss."""
+
+    def gain(family: str, sites: tuple[str, ...], regime: Any, off: float, low: float, high: float) -> Contribution:
+        return Contribution(
+            family=family,
+            sites=sites,
+            regime=regime,
+            batch=1,
+            prompt_tokens=512 if regime == "prefill" else None,
+            on_ms=10.0,
+            off_ms=off,
+            interval_ms=(low, high),
+        )
+
+    return GRAFT.model_copy(
+        update={
+            "contributions": (
+                gain("all", (), "decode", 12.5, 2.25, 2.75),
+                gain("rms_norm", ("model.layers.*.norm", "model.norm"), "decode", 12.0, 1.8, 2.2),
+                gain("gated_mlp", ("model.layers.*.mlp",), "prefill", 9.5, -0.6, -0.4),
+            )
+        }
+    )

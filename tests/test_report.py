@@ -18,6 +18,7 @@ from report_samples import (
     MODEL,
     ORIGINAL,
     PLAN,
+    ablated,
     five,
     grafted,
     on_a_gpu,
@@ -85,6 +86,7 @@ def test_the_names_of_the_result_are_frozen() -> None:
                 "regimes": {"prefill": regime, "decode": regime},
             }
         ],
+        "contributions": [],
         "bench": {
             "baseline": one_side,
             "grafted": one_side,
@@ -206,7 +208,8 @@ def test_every_contender_has_a_row_and_a_failed_one_its_reason() -> None:
 def test_a_ratio_over_a_peer_has_an_interval_where_there_are_rounds() -> None:
     def rounds(*speeds: float) -> Any:
         one = side(sum(speeds) / len(speeds))
-        return one.model_copy(update={"runs": tuple(one.runs[0].model_copy(update={"tokens_per_s": s}) for s in speeds)})
+        runs = (one.runs[0].model_copy(update={"tokens_per_s": s}) for s in speeds)
+        return one.model_copy(update={"runs": tuple(runs)})
 
     peer = Contender(name="liger", side=rounds(100.0, 110.0, 90.0))
     ours = GRAFTED.model_copy(update={"side": rounds(200.0, 220.0, 180.0)})
@@ -286,6 +289,31 @@ def test_calls_are_shown_with_fallbacks_and_their_reasons() -> None:
     )
     text = report.markdown(GRAFT, None, grafted(calls=(calls,)))
     assert "| rms_norm | model.norm | acme_norm: 12 | 3 | 2: dtype float64 |" in text
+
+
+def test_what_each_compute_gains_is_shown_with_its_interval() -> None:
+    assert "switched off" not in shown(report.graft_table(GRAFT))
+    text = shown(report.graft_table(ablated()), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["all"])
+    assert row == ["all", "decode,", "batch", "1", "10.0", "12.5", "+20.0", "+2.25", "to", "+2.75"]
+    page = report.markdown(ablated(), None, None)
+    norm = "| rms_norm (norm) | decode, batch 1 | 10.0 | 12.0 | +16.7 | +1.80 to +2.20 |"
+    assert norm in page
+    assert "| gated_mlp (mlp) | prefill of 512, batch 1 | 10.0 | 9.50 | -5.3 | -0.600 to -0.400 |" in page
+    assert "## Contributions" not in report.markdown(GRAFT, None, None)
+    assert report.result(ablated(), None, {})["contributions"][0]["off_ms"] == 12.5
+
+
+def test_every_measured_time_is_in_the_page() -> None:
+    seats = (
+        seat("decode", 10.0, 4.0, True).model_copy(update={"batch": 32, "candidates_us": {"b": 5.0, "acme_norm": 4.0}}),
+        seat("prefill", 20.0, 30.0, False).model_copy(update={"batch": 1, "prompt_tokens": 512}),
+    )
+    graft = GRAFT.model_copy(update={"patches": (ACCEPTED.model_copy(update={"seats": seats}),)})
+    text = report.markdown(graft, None, None)
+    assert "| rms_norm | decode, batch 32 | 10.0 | acme_norm 4.0<br>b 5.0 | acme_norm |" in text
+    assert "| rms_norm | prefill of 512, batch 1 | 20.0 | acme_norm 30.0 | original |" in text
 
 
 def test_plan_table() -> None:

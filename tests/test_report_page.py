@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_samples import ALONE, BENCH, GRAFT, PLAN, five, on_a_gpu, trace
+from report_samples import ALONE, BENCH, GRAFT, PLAN, ablated, five, on_a_gpu, trace
 
 from kernelgraft import cli, report
 from kernelgraft.bench.result import BenchResult, Share
@@ -105,6 +105,18 @@ def test_the_bars_are_the_figures() -> None:
     assert intensity == pytest.approx(1.0)
     # 2.5 GFLOP a step that takes 0.581 ms at least, of which 61 % was reached.
     assert reached == pytest.approx(2.5e9 / (0.581e-3 / 0.61) / 1e12)
+
+
+@needs_matplotlib
+def test_gains_and_losses_are_drawn_with_their_intervals() -> None:
+    text, figure = plots.figures_of(Job(ablated()))["contributions"]
+    assert "all, decode, batch 1 +20.0 %" in text and "gated_mlp (mlp), prefill of 512, batch 1 -5.3 %" in text
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([20.0, 100 / 6, -100 / 19])
+    segments = axes.collections[0].get_segments()
+    assert segments[0][:, 0].tolist() == pytest.approx([18.0, 22.0])
+    low, high = axes.get_xlim()
+    assert low < -100 * 0.6 / 9.5 and high > 22.0
 
 
 def test_small_modules_are_added_up_and_nothing_is_lost() -> None:
@@ -210,7 +222,8 @@ def test_a_page_of_what_there_is() -> None:
     def headings(text: str) -> list[str]:
         return re.findall(r"<h2[^>]*>(.*?)</h2>", text)
 
-    assert headings(page(Job(GRAFT))) == ["Computes", "Verdicts"]
+    assert headings(page(Job(GRAFT))) == ["Computes", "Times", "Verdicts"]
+    assert headings(page(Job(ablated()))) == ["Computes", "Contributions", "Times", "Verdicts"]
     assert headings(page(Job(bench=ALONE))) == ["Contenders", "What ran in each process"]
     with pytest.raises(ValueError):
         page(Job(plan=PLAN))

@@ -7,11 +7,21 @@ from collections.abc import Iterable
 from kernelgraft.bench.result import BenchResult
 from kernelgraft.records import Graft, MachineCard, Plan
 from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
-from kernelgraft.report.grafts import GRAFT_HEADINGS, graft_line, graft_rows
+from kernelgraft.report.grafts import (
+    CONTRIBUTION_HEADINGS,
+    GRAFT_HEADINGS,
+    SEAT_HEADINGS,
+    contribution_rows,
+    graft_line,
+    graft_rows,
+    mode_text,
+    seat_rows,
+)
 from kernelgraft.report.proofs import CALL_HEADINGS, EVIDENCE_HEADINGS, call_rows, evidence_rows
 from kernelgraft.report.traces import GPU_HEADINGS, SHARE_HEADINGS, gpu_rows, share_rows, share_tables, trace_lines
 from kernelgraft.report.wording import UNKNOWN, markdown_table, model_title, number, one_line
 
+CONTRIBUTIONS = "Each compute switched off with the rest on, in turns; above zero it is a gain."
 CANDIDATE_HEADINGS = ["family", "supplier", "solution", "match", "reason"]
 VERDICT_HEADINGS = ["solution", "status", "error ratio", "cases", "reason"]
 
@@ -23,10 +33,14 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
         f"{model_title(graft.model)}.",
         f"{machine_text(graft.machine)}.",
         "## Computes",
-        f"{graft_line(graft)}. Policy: {graft.policy}. Times are medians of one call.",
+        f"{graft_line(graft)}. Policy: {graft.policy}. {mode_text(graft)}.",
         markdown_table(GRAFT_HEADINGS, graft_rows(graft, lambda site: site.key)),
         *(f"Rejected: {p.family}: {p.reason}." for p in graft.patches if p.status == "rejected"),
     ]
+    if graft.contributions:
+        parts += ["## Contributions", CONTRIBUTIONS, markdown_table(CONTRIBUTION_HEADINGS, contribution_rows(graft))]
+    if any(patch.seats for patch in graft.patches):
+        parts += ["## Times", markdown_table(SEAT_HEADINGS, seat_rows(graft))]
     if plan is not None and plan.rows:
         parts += ["## Candidates", markdown_table(CANDIDATE_HEADINGS, candidate_rows(plan))]
     if graft.evaluations:

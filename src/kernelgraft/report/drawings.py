@@ -9,7 +9,7 @@ from kernelgraft.bench.names import COMPILED, GRAFTED, ORIGINAL
 from kernelgraft.bench.result import BenchResult, Trace
 from kernelgraft.records import Graft
 from kernelgraft.report.cells import Cell, contenders_of, over, setting_text, settings_of
-from kernelgraft.report.grafts import leading_seats
+from kernelgraft.report.grafts import contribution_name, leading_seats, point_text
 from kernelgraft.report.traces import NO_PATH, roofline_of, step_ms, trace_of
 from kernelgraft.report.wording import REGIMES, figures
 
@@ -25,6 +25,7 @@ COLOURS = {
     GRAFTED: "#12876f",
 }
 OTHER_COLOUR = "#9c7a1c"
+LOSS = COLOURS["tilegym"]
 BEFORE, AFTER = COLOURS[ORIGINAL], COLOURS[GRAFTED]
 INK = "#010203"
 """Stands for the page's own text colour in an SVG; nearly black in a PNG."""
@@ -116,6 +117,37 @@ def computes(graft: Graft) -> tuple[str, Figure] | None:
     figure = _pairs(rows, label)
     figure.axes[0].set_title(graft.model.name, fontsize=10, loc="left")
     return f"{label}, original to graft: {said}.", figure
+
+
+def contributions(graft: Graft) -> tuple[str, Figure] | None:
+    """Bars: what the whole model gains by each compute, in per cent, with the interval; None if not measured."""
+    found = graft.contributions
+    if not found:
+        return None
+    figure, axes = _sheet(0.44 * len(found) + 1.2)
+    gains = [c.gain_percent for c in found]
+    low = [c.gain_percent - 100 * c.interval_ms[0] / c.off_ms for c in found]
+    high = [100 * c.interval_ms[1] / c.off_ms - c.gain_percent for c in found]
+    errors = [[max(value, 0.0) for value in side] for side in (low, high)]
+    rows = range(len(found))
+    axes.barh(rows, gains, height=0.66, color=[AFTER if gain > 0 else LOSS for gain in gains])
+    axes.errorbar(gains, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
+    ends = [gain + error for gain, error in zip(gains, errors[1], strict=True)]
+    for row, (gain, end) in enumerate(zip(gains, ends, strict=True)):
+        place = (max(end, 0.0), row)
+        axes.annotate(f"{gain:+.1f}", place, (6, 0), textcoords="offset points", va="center", fontsize=8)
+    names = [
+        (_short(contribution_name(c), LONGEST_LABEL), point_text(c.regime, c.batch, c.prompt_tokens)) for c in found
+    ]
+    _rows(axes, ["\n".join(name) for name in names], 1.0)
+    starts = [gain - error for gain, error in zip(gains, errors[0], strict=True)]
+    least, most = min(0.0, *starts), max(0.0, *ends)
+    axes.set_xlim(least - 0.03 * (most - least), most + 0.12 * (most - least) or 1.0)
+    axes.axvline(0.0, color=INK, linewidth=1)
+    axes.set_xlabel("% of the time without it")
+    axes.set_title(graft.model.name, fontsize=10, loc="left")
+    said = ", ".join(f"{', '.join(name)} {gain:+.1f} %" for name, gain in zip(names, gains, strict=True))
+    return f"What the whole model gains by each compute: {said}.", figure
 
 
 def _pairs(rows: list[tuple[str, float, float]], label: str) -> Figure:

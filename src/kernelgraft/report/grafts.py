@@ -7,8 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kernelgraft.records import Evaluation, Graft, Patch, Seat, Site, Status
-from kernelgraft.report.wording import REGIMES, UNKNOWN, make_table, model_title, short_name, site_name, time_text
+from kernelgraft.records import Contribution, Evaluation, Graft, Patch, Seat, Site, Status
+from kernelgraft.report.wording import (
+    REGIMES,
+    UNKNOWN,
+    figures,
+    make_table,
+    model_title,
+    short_name,
+    signed,
+    site_name,
+    time_text,
+)
 
 
 def leading_seats(patch: Patch) -> dict[str, Seat]:
@@ -34,7 +44,8 @@ def graft_table(graft: Graft) -> RenderableType:
     rows = graft_rows(graft, site_name)
     table = make_table(model_title(graft.model), GRAFT_HEADINGS, rows, numbers={2, 3, 4}, folded={1})
     reasons = [Text(f"rejected: {p.family}: {p.reason}") for p in graft.patches if p.status == "rejected"]
-    return Group(table, *reasons, Text(graft_line(graft)))
+    more = [contribution_table(graft)] if graft.contributions else []
+    return Group(table, *reasons, Text(graft_line(graft)), *more)
 
 
 def graft_line(graft: Graft) -> str:
@@ -74,3 +85,68 @@ def _seat_text(seat: Seat | None) -> str:
         return time_text(seat.original_us)
     ours = time_text(seat.solution_us)
     return time_text(seat.original_us) + (f" → {ours}" if seat.seated else f" ({ours})")
+
+
+SEAT_HEADINGS = ["family", "measured at", "original µs", "solutions, µs", "seated"]
+
+
+def seat_rows(graft: Graft) -> Iterable[list[str]]:
+    """Cells: every time that was measured in the model, and who was seated by it."""
+    for patch in graft.patches:
+        for seat in patch.seats:
+            ordered = sorted(seat.candidates_us.items(), key=lambda item: item[1])
+            yield [
+                patch.family,
+                _measured_at(seat, patch),
+                UNKNOWN if seat.original_us is None else time_text(seat.original_us),
+                "\n".join(f"{short_name(name, patch.definitions)} {time_text(us)}" for name, us in ordered) or UNKNOWN,
+                short_name(seat.solution, patch.definitions) if seat.seated and seat.solution else "original",
+            ]
+
+
+def _measured_at(seat: Seat, patch: Patch) -> str:
+    """`decode, batch 32`, and which Definition where there are several."""
+    said = point_text(seat.regime, seat.batch, seat.prompt_tokens)
+    return said if len(patch.definitions) == 1 else f"{said}: {seat.definition}"
+
+
+def point_text(regime: str, batch: int | None, prompt_tokens: int | None) -> str:
+    """`prefill of 512, batch 1`; a short prompt has no length."""
+    length = f" of {prompt_tokens}" if regime == "prefill" and prompt_tokens else ""
+    return f"{regime}{length}" + (f", batch {batch}" if batch else "")
+
+
+def mode_text(graft: Graft) -> str:
+    """How the times were taken."""
+    how = "longer of host and device time" if graft.mode == "eager" else "device time in a CUDA graph"
+    return f"Times are medians of one call, the {how}" if graft.machine.gpu else "Times are medians of one call"
+
+
+CONTRIBUTION_HEADINGS = ["compute", "run", "on ms", "off ms", "gain %", "95 % interval ms"]
+
+
+def contribution_rows(graft: Graft) -> Iterable[list[str]]:
+    """Cells: what each compute does for the whole model, and what the whole graft does."""
+    for c in graft.contributions:
+        low, high = c.interval_ms
+        yield [
+            contribution_name(c),
+            point_text(c.regime, c.batch, c.prompt_tokens),
+            figures(c.on_ms),
+            figures(c.off_ms),
+            f"{c.gain_percent:+.1f}",
+            f"{signed(low)} to {signed(high)}",
+        ]
+
+
+def contribution_name(c: Contribution) -> str:
+    """The family and the ends of its sites' paths; the whole graft is `all`."""
+    ends = dict.fromkeys(site.rpartition(".")[2] for site in c.sites)
+    return c.family + (f" ({', '.join(ends)})" if ends else "")
+
+
+def contribution_table(graft: Graft) -> RenderableType:
+    """The same as a table for a terminal."""
+    rows = contribution_rows(graft)
+    title = "What each compute does for the whole model: switched off, the rest on"
+    return make_table(title, CONTRIBUTION_HEADINGS, rows, numbers=range(2, 6), folded={0})

@@ -16,12 +16,22 @@ from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
 from kernelgraft.report.cells import Cells, cell_headings, cell_lines, cell_rows, contenders_of, environment_text
 from kernelgraft.report.documents import (
     CANDIDATE_HEADINGS,
+    CONTRIBUTIONS,
     VERDICT_HEADINGS,
     candidate_rows,
     machine_text,
     verdict_rows,
 )
-from kernelgraft.report.grafts import GRAFT_HEADINGS, graft_line, graft_rows
+from kernelgraft.report.grafts import (
+    CONTRIBUTION_HEADINGS,
+    GRAFT_HEADINGS,
+    SEAT_HEADINGS,
+    contribution_rows,
+    graft_line,
+    graft_rows,
+    mode_text,
+    seat_rows,
+)
 from kernelgraft.report.job import Job
 from kernelgraft.report.proofs import CALL_HEADINGS, EVIDENCE_HEADINGS, call_rows, evidence_rows
 from kernelgraft.report.traces import (
@@ -204,10 +214,17 @@ def _graft_sections(graft: Graft, plan: Plan | None, drawn: Drawn) -> list[Secti
     rows = list(graft_rows(graft, lambda site: site.key))
     computes.tables.append(Table("Computes of the model", GRAFT_HEADINGS, rows, {2, 3, 4}))
     computes.lines = [
-        f"{graft_line(graft)}. Policy: {graft.policy}. Times are medians of one call.",
+        f"{graft_line(graft)}. Policy: {graft.policy}. {mode_text(graft)}.",
         *(f"Rejected: {p.family}: {p.reason}" for p in graft.patches if p.status == "rejected"),
     ]
-    made = [computes]
+    contributions = _section("Contributions", drawn, ["contributions"])
+    if graft.contributions:
+        rows = list(contribution_rows(graft))
+        contributions.tables.append(Table(CONTRIBUTIONS.rstrip("."), CONTRIBUTION_HEADINGS, rows, range(2, 6)))
+    times = Section("Times", folded=True)
+    if any(patch.seats for patch in graft.patches):
+        times.tables.append(Table("Times in the model", SEAT_HEADINGS, list(seat_rows(graft)), {2}))
+    made = [computes, contributions, times]
     if plan is not None and plan.rows:
         candidates = Section("Candidates", folded=True)
         candidates.tables.append(Table("Candidates of each compute", CANDIDATE_HEADINGS, list(candidate_rows(plan))))

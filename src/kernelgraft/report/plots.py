@@ -64,6 +64,7 @@ def figures_of(job: Job) -> dict[str, tuple[str, Figure]]:
             drawn["roofline"] = drawings.roofline(job.bench)
         if job.graft is not None:
             drawn["computes"] = drawings.computes(job.graft)
+            drawn["contributions"] = drawings.contributions(job.graft)
     return {name: made for name, made in drawn.items() if made is not None}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kernelgraft.bench.result import BenchResult, Contender, Roofline, Side, Trace
-from kernelgraft.records import SCHEMA_VERSION, Graft, Patch, Solution
+from kernelgraft.records import SCHEMA_VERSION, Contribution, Graft, Patch, Solution
 from kernelgraft.report.grafts import leading_seats, leading_solution
 
 
@@ -24,6 +24,7 @@ def result(graft: Graft, bench: BenchResult | None, files: Mapping[str, str]) ->
         },
         "machine": graft.machine.model_dump(mode="json"),
         "patches": [_patch_result(p, graft.solutions) for p in graft.patches],
+        "contributions": [_contribution_result(c) for c in graft.contributions],
         "bench": None if bench is None else _bench_result(bench),
         "files": dict(files),
     }
@@ -42,6 +43,19 @@ def _patch_result(patch: Patch, solutions: Mapping[str, Solution]) -> dict[str, 
             regime: {"original_us": seat.original_us, "solution_us": seat.solution_us, "seated": seat.seated}
             for regime, seat in leading_seats(patch).items()
         },
+    }
+
+
+def _contribution_result(c: Contribution) -> dict[str, Any]:
+    return {
+        "family": c.family,
+        "sites": list(c.sites),
+        "regime": c.regime,
+        "batch": c.batch,
+        "prompt_tokens": c.prompt_tokens,
+        "on_ms": c.on_ms,
+        "off_ms": c.off_ms,
+        "interval_ms": list(c.interval_ms),
     }
 
 

@@ -68,6 +68,11 @@ def figures(value: float | None) -> str:
     return f"{value:.{max(SMALLEST_FIGURES - whole, 0)}f}"
 
 
+def signed(value: float) -> str:
+    """Such figures with their sign."""
+    return ("-" if value < 0 else "+") + figures(abs(value))
+
+
 def usable(reason: str | None) -> str:
     """Whether something can be used here, and why not."""
     return "usable" if reason is None else f"not usable: {reason}"
