@@ -223,9 +223,9 @@ class Program:
             finally:
                 if (race := self.ahead.pop(model, None)) is not None:
                     race.__exit__(None, None, None)
-                self.report.write(machine.clock() - self.began)
         for race in self.ahead.values():
             race.__exit__(None, None, None)
+        self.report.write(machine.clock() - self.began)
 
     def folder(self, model: str) -> Path:
         """Where the model's graft is, or is to be."""

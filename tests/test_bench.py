@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -875,3 +876,97 @@ def test_a_graft_of_another_model_is_refused(graft_folder: Path) -> None:
     with pytest.raises(GraftError) as caught:
         bench("config:llama", graft_folder, pairs=1, new_tokens=2, threads=1)
     assert "\n" not in str(caught.value)
+
+
+# --- benchmarks/end_to_end.py ---
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    file = Path(__file__).parent.parent / "benchmarks" / "end_to_end.py"
+    spec = importlib.util.spec_from_file_location("end_to_end", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["end_to_end"] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_smoke_of_all_models_and_settings(script: Any, tmp_path: Path) -> None:
+    file = tmp_path / "results" / "end_to_end.json"
+    arguments = ["--models", "tiny", "--device", "cpu", "--dtype", "bfloat16", "--pairs", "1", "--warmup", "1"]
+    code = script.main([*arguments, "--threads", "1", "--contenders", "liger", "--json", str(file)])
+    answer = json.loads(file.read_text())
+    assert code == 0
+    keys = ["model", "regime", "batch", "prompt_tokens", "new_tokens", "contender"]
+    keys += ["tokens_per_s", "ttft_ms", "roofline_percent", "tokens_equal"]
+    assert all(set(keys) <= set(cell) for cell in answer["cells"])
+    eager = [cell for cell in answer["cells"] if cell["contender"] == "eager"]
+    assert [(c["regime"], c["batch"], c["prompt_tokens"], c["new_tokens"]) for c in eager] == [
+        ("decode", 1, 8, 4),
+        ("prefill", 1, 24, 1),
+        ("decode", 2, 8, 4),
+    ]
+    for cell in eager:
+        assert cell["tokens_equal"] is True
+        assert cell["ttft_ms"] > 0
+        assert cell["roofline_percent"] > 0
+        assert cell["throughput"].startswith("Average throughput: ")
+    assert eager[1]["tokens_per_s"] == pytest.approx(24e3 / eager[1]["ttft_ms"])
+    assert answer["environment"]["cpu"]
+    liger = [cell for cell in answer["cells"] if cell["contender"] == "liger"]
+    assert len(liger) == 3
+    assert all(cell["failure"] and cell["tokens_per_s"] is None for cell in liger)
+    assert answer["models"]["tiny"]["float32_rel_rmse"]["eager"] < 0.1
+
+
+def test_every_contender_of_a_gpu_is_in_every_cell(
+    fake: Any, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "all.json"
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "graft.json").touch()
+    monkeypatch.setenv("FAKE_MODE", "float32@eager")
+    arguments = ["--models", "m,n", "--contenders", "static-compile,liger,kernelgraft", "--pairs", "2"]
+    arguments += ["--warmup", "1", "--graft-dir", str(tmp_path), "--budget", "300", "--json", str(file)]
+    code = script.main(arguments)
+    answer = json.loads(file.read_text())
+    cells = [c for c in answer["cells"] if c["model"] == "m"]
+    settings = [("decode", 1, 32, 64), ("prefill", 1, 4096, 1), ("decode", 32, 128, 64)]
+    names = ["eager", "static-compile", "liger", "kernelgraft"]
+    assert [((c["regime"], c["batch"], c["prompt_tokens"], c["new_tokens"]), c["contender"]) for c in cells] == [
+        (setting, name) for setting in settings for name in names
+    ]
+    assert all(c["tokens_equal"] and c["roofline_percent"] for c in cells)
+    assert set(cells[3]["over"]) == {"eager", "static-compile", "liger"}
+    # 1.1 s after the first token against 0.5 s; the first token comes at the same time.
+    assert cells[3]["over"]["eager"]["ratio"] == pytest.approx(2.2)
+    assert cells[7]["over"]["eager"]["ratio"] == pytest.approx(1.0)
+    about = answer["models"]["m"]
+    assert about["evidence"]["liger"] == ["norm: other"]
+    assert about["calls"][0]["calls"] == {"x": 4}
+    assert [(t["contender"], t["regime"]) for t in about["traces"]] == [
+        ("eager", "decode"), ("kernelgraft", "decode"), ("eager", "prefill"), ("kernelgraft", "prefill"),
+    ]  # fmt: skip
+    assert about["float32_rel_rmse"]["kernelgraft"] == pytest.approx(0.1 / 1.1, rel=1e-4)
+    # No graft of the second model can be made here, which has no such model.
+    other = [c for c in answer["cells"] if c["model"] == "n" and c["contender"] == "kernelgraft"]
+    assert len(other) == 3
+    assert all("integrating ended with code 1" in c["failure"] for c in other)
+    assert code == 0
+
+
+def test_what_there_was_no_time_for_is_listed(
+    fake: Any, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "short.json"
+    arguments = ["--models", "m,n", "--contenders", "eager", "--pairs", "5", "--warmup", "1", "--budget", "0"]
+    assert script.main([*arguments, "--json", str(file)]) == 1
+    assert json.loads(file.read_text())["missing"] == ["m: no time was left", "n: no time was left"]
+    monkeypatch.setenv("FAKE_MODE", "broken@eager")
+    assert script.main(["--models", "m", "--contenders", "eager", "--json", str(file)]) == 1
+    answer = json.loads(file.read_text())
+    assert answer["cells"] == []
+    assert len(answer["missing"]) >= 3
+    assert "it broke" in answer["missing"][0]
