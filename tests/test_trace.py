@@ -568,7 +568,7 @@ def test_a_trace_is_of_what_runs_without_it(loaded: Any) -> None:
         run = generating(loaded.model, 3)
         run()
         one = [(row["calls"], row["fallbacks"]) for row in applied.report()]
-        measure(loaded.model, run, regime="decode", tokens=2, applied=applied, profiler=fake_gpu)
+        measure(loaded.model, run, regime="decode", tokens=2, graft=graft, applied=applied, profiler=fake_gpu)
         runs = 1 + tracing.WALL_RUNS + 1
         for (calls, fallbacks), row in zip(one, applied.report(), strict=True):
             assert row["calls"] == {name: runs * count for name, count in calls.items()}
