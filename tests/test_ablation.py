@@ -15,7 +15,6 @@ from kernelgraft.models import Loaded
 from kernelgraft.pipeline import ablation, integration
 from kernelgraft.pipeline.points import BASE, Point, Use
 from kernelgraft.records import Contribution, Graft
-from kernelgraft.report.contributions import contributions_table
 
 USE = Use(batches=(1, 2), prefills=(16,))
 FAMILIES = {"rms_norm", "gated_mlp"}
@@ -205,22 +204,3 @@ def test_an_interval_is_students() -> None:
     low, high = ablation.interval([1.0, 2.0, 3.0])
     assert (low, high) == pytest.approx((2 - 4.30 / math.sqrt(3), 2 + 4.30 / math.sqrt(3)))
     assert ablation.interval([1.0]) == (-math.inf, math.inf)
-
-
-def test_the_table_says_it(graft: Graft) -> None:
-    from rich.console import Console
-
-    shown = graft.model_copy(
-        update={
-            "contributions": (
-                entry(graft, "all", (1.0, 3.0)),
-                entry(graft, "rms_norm", (-0.5, 0.1), regime="prefill", prompt_tokens=16),
-            )
-        }
-    )
-    console = Console(width=160, record=True)
-    with console.capture() as captured:
-        console.print(contributions_table(shown))
-    text = captured.get()
-    for words in ("all together", "decode, batch 1", "+20.0 %", "+1.000 … +3.000", "prefill 1×16", "-2.0 %"):
-        assert words in text

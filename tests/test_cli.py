@@ -153,18 +153,18 @@ def test_a_benchmark_makes_a_graft_where_none_is_given(run: Run, monkeypatch: py
     seen: list[Any] = []
 
     def made(loaded: Any, store: Any, **options: Any) -> None:
-        seen.append([supplier.name for supplier in options["suppliers"]])
+        seen.append(([supplier.name for supplier in options["suppliers"]], options["languages"], options["use"]))
         raise KernelgraftError("that is all that is wanted")
 
     monkeypatch.setattr(pipeline, "run_integration", made)
-    for arguments in (["--suppliers", "torch"], ["--compare", "kernelgraft"], ["--use-cutile"]):
-        code, _, err = run("bench", "config:llama", *arguments)
+    for arguments in (["--suppliers", "torch"], ["--compare", "kernelgraft", "--batch", 3], ["--use-cutile"]):
+        code, _, err = run("bench", "config:llama", *arguments, "--prompt-tokens", 50)
         assert code != 0
         assert "no --graft is given: making one" in err
-    assert seen[0] == ["torch"]
-    assert len(seen[1]) > 2
-    assert "torch" not in seen[2]
-    assert {"kernelgraft", "tilegym"} <= set(seen[2])
+    assert seen[0][0] == ["torch"]
+    assert {"kernelgraft", "tilegym"} <= set(seen[1][0])
+    assert [languages for _, languages, _ in seen] == [None, None, ["cuda-tile"]]
+    assert seen[1][2] == pipeline.Use(batches=(1, 3), prefills=(50,))
 
 
 def test_inventory_and_doctor_answer_in_json(run: Run, grafted: Path) -> None:

@@ -39,6 +39,7 @@ ORDER = [
     "pipeline",
     "report",
     "api",
+    "terminal",
     "cli",
     "__main__",
     "__init__",

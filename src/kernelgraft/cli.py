@@ -6,8 +6,7 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,34 @@ import typer
 from rich.console import Console
 
 from kernelgraft.errors import KernelgraftError, UsageError
+from kernelgraft.terminal import (
+    Ablate,
+    Batches,
+    Device,
+    Dtype,
+    Folder,
+    Force,
+    Fresh,
+    Jobs,
+    Json,
+    JudgeOption,
+    Model,
+    ModeOption,
+    Out,
+    PolicyOption,
+    Prefills,
+    Suppliers,
+    Trust,
+    cache_named,
+    checked_device,
+    judge_named,
+    load_model,
+    names,
+    people,
+    policy_named,
+    progress_shown,
+    use_of,
+)
 
 if TYPE_CHECKING:
     from kernelgraft.models import Loaded
@@ -26,44 +53,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Put fast kernels into a transformers model, proved on the model's own calls.",
 )
-people = Console(stderr=True)
 TOGETHER = ("research", "integrate", "run")
 """The verbs that several processes, each with a part of the model, can do together."""
-
-Model = Annotated[str, typer.Argument(help="tiny, a preset, a local folder, a hub id, or config:<model_type>.")]
-Folder = Annotated[Path, typer.Argument(help="Folder with the records that the verb before this one wrote.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for the records (default: kernelgraft-<model>).")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - is stdout.")]
-Suppliers = Annotated[str | None, typer.Option(help="Comma-separated suppliers (default: all that run here).")]
-PolicyOption = Annotated[
-    str,
-    typer.Option(help="fastest: the original stays where it is as fast; verified: seat the best verified Solution."),
-]
-Force = Annotated[bool, typer.Option("--force", help="Do the job again even if it is done.")]
-JudgeOption = Annotated[
-    str, typer.Option("--judge", help="thorough, or quick: fewer sizes, seeds and layouts of every kind.")
-]
-Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Solutions verified at a time (default: the cores, two fewer beside a GPU).")
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Verify again what an earlier run has verified.")]
-Batches = Annotated[
-    str | None,
-    typer.Option("--batch", help="Batches to choose kernels for, comma-separated (default: 1; on a GPU 1,32)."),
-]
-Prefills = Annotated[
-    str | None,
-    typer.Option("--prefill", help="Prompt lengths to choose for, besides a short one (default: 128; GPU: 512,4096)."),
-]
-ModeOption = Annotated[
-    str, typer.Option("--mode", help="eager, or graph: what counts is device time, as inside a CUDA graph.")
-]
-Ablate = Annotated[
-    bool, typer.Option("--ablate", help="Measure well what each compute gains in the whole model, and show it.")
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the model's own).")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code from the hub.")]
 
 
 @app.command()
@@ -97,8 +88,8 @@ def research(
     from kernelgraft.store import Inventory
 
     inventory = Inventory(_folder(out, model))
-    with _progress() as progress:
-        loaded = _load(model, dtype, device, trust_remote_code)
+    with progress_shown() as progress:
+        loaded = load_model(model, dtype, device, trust_remote_code)
         record, computes = pipeline.led(lambda loaded: _researched(loaded, inventory, progress))(loaded)
     if not _wrote_json(record.model_dump(mode="json"), json_file):
         Console().print(research_table(record))
@@ -148,7 +139,7 @@ def inventory(
         raise UsageError("`--kernel` and `--budget` say what `--tune` tunes: add it")
     store = _existing(folder) if folder else None
     check = _compile_check(store, arch, only) if compile_flag else None
-    tuned = _tune(_names(kernel), budget) if tune else None
+    tuned = _tune(names(kernel), budget) if tune else None
     card = machine.read()
     listings = [line for supplier in all_suppliers() for line in supplier.catalogue(card)]
     stored = list(store.solutions().values()) if store else []
@@ -181,7 +172,7 @@ def plan(folder: Folder, suppliers: Suppliers = None, json_file: Json = None) ->
     from kernelgraft.report import plan_table
 
     inventory = _existing(folder)
-    chosen = pipeline.chosen(_names(suppliers), machine.read())
+    chosen = pipeline.chosen(names(suppliers), machine.read())
     record = inventory.load_record("research", Research)
     computes = pipeline.computes_of(record, inventory.definitions())
     if not computes:
@@ -214,11 +205,11 @@ def integrate(
     from kernelgraft.records import Plan, Research
     from kernelgraft.report import graft_table
 
-    inventory, options, use = _existing(folder), _judge(judge), _use(batch, prefill, mode, device)
+    inventory, options, use = _existing(folder), judge_named(judge), use_of(batch, prefill, mode, device)
     record = inventory.load_record("research", Research)
     planned = pipeline.planned(inventory.load_record("plan", Plan), inventory)
-    how = _policy(policy)
-    with _progress() as progress:
+    how = policy_named(policy)
+    with progress_shown() as progress:
 
         def work(loaded: Loaded) -> Any:
             card = model_card(loaded.model, loaded.ref.spec)
@@ -240,11 +231,9 @@ def integrate(
                     progress=progress,
                 )
 
-        graft = pipeline.led(work)(_load(record.model.name, record.model.dtype, device, trust_remote_code))
+        graft = pipeline.led(work)(load_model(record.model.name, record.model.dtype, device, trust_remote_code))
     if not _wrote_json(graft.model_dump(mode="json"), json_file):
         Console().print(graft_table(graft))
-        if ablate:
-            _print_contributions(Console(), graft)
         _say_files(folder)
 
 
@@ -277,29 +266,25 @@ def bench(
     """Generate with the original, a graft and other tools' patches, in fresh processes and turns."""
     from kernelgraft.report import bench_table
 
-    chosen, contenders = _names(suppliers), _names(compare)
+    chosen, contenders = names(suppliers), names(compare)
     make = graft is None and (bool(chosen) or use_cutile or "kernelgraft" in (contenders or ()))
     if graft is not None and chosen:
         raise UsageError("`--suppliers` says what a new graft is made from: leave it or `--graft` out")
+    setting: dict[str, Any] = {
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "cache": cache_named(cache),
+        "dtype": dtype,
+        "device": device,
+    }
     with tempfile.TemporaryDirectory(prefix="kernelgraft-") as folder:
         used = graft
         if make:
-            used = _made_for_bench(model, Path(folder) / "made", chosen, use_cutile, dtype, device)
-        if used and use_cutile:
-            used = _only_cutile(used, Path(folder) / "cutile")
-        result = _bench(
-            model,
-            used,
-            pairs=pairs,
-            new_tokens=new_tokens,
-            batch=batch,
-            cache=_cache(cache),
-            dtype=dtype,
-            device=device,
-            compare=contenders,
-            prompt_tokens=prompt_tokens,
-            trace=trace,
-        )
+            used = _made_for_bench(model, Path(folder) / "made", chosen, ["cuda-tile"] if use_cutile else None, setting)
+        elif graft and use_cutile:
+            used = _only_cutile(graft, Path(folder))
+        result = _bench(model, used, pairs=pairs, compare=contenders, trace=trace, **setting)
     if not _wrote_json(result.model_dump(mode="json"), json_file):
         Console().print(bench_table(result))
 
@@ -387,7 +372,7 @@ def check(
 
     given = read_kernels(kernels)
     config, make = read_model(model, trust_remote_code)
-    where = _checked_device(device).partition(":")[0]
+    where = checked_device(device).partition(":")[0]
     found = find_faults(given, config, make=make, device=where, numeric=numeric, training=training)
     failures = [finding for finding in found if finding.severity != "note"]
     answer = {
@@ -432,11 +417,11 @@ def run(
     from kernelgraft.bench import BenchResult
     from kernelgraft.store import Inventory
 
-    chosen, how, options = _names(suppliers), _policy(policy), _judge(judge)
-    use = _use(batch, prefill, mode, device)
+    chosen, how, options = names(suppliers), policy_named(policy), judge_named(judge)
+    use = use_of(batch, prefill, mode, device)
     store = Inventory(_folder(out, model))
-    with _progress() as progress:
-        loaded = _load(model, dtype, device, trust_remote_code)
+    with progress_shown() as progress:
+        loaded = load_model(model, dtype, device, trust_remote_code)
         done = pipeline.run_integration(
             loaded,
             store,
@@ -456,8 +441,6 @@ def run(
     if done.already:
         people.print(f"{done.already}; --force redoes it")
     console.print(report.graft_table(done.graft))
-    if ablate:
-        _print_contributions(console, done.graft)
     result = store.load_record("bench", BenchResult) if done.already and store.has_record("bench") else None
     if result is not None:
         console.print(report.bench_table(result))
@@ -497,31 +480,35 @@ def main() -> None:
 def _bench(model: str, graft: Path | None, **options: Any) -> Any:
     from kernelgraft.bench import bench as run_bench
 
-    with _progress() as progress:
+    with progress_shown() as progress:
         return run_bench(model, graft, progress=progress, **options)
 
 
 def _made_for_bench(
-    model: str, folder: Path, suppliers: list[str] | None, use_cutile: bool, dtype: str | None, device: str
+    model: str, folder: Path, suppliers: list[str] | None, languages: list[str] | None, setting: dict[str, Any]
 ) -> Path:
-    """A graft that is made for one benchmark."""
+    """A graft that is made for one benchmark and its setting."""
     import gc
 
     from kernelgraft import machine, pipeline
     from kernelgraft.store import Inventory
 
-    found: Any = pipeline.chosen(suppliers, machine.read())
-    if use_cutile:
-        found = [s for s in found if any(line.language == "cuda-tile" for line in s.catalogue(machine.read()))]
-        if not found:
-            raise UsageError("`--use-cutile`: none of the suppliers has cuTile Solutions; see `kernelgraft inventory`")
-    with _progress() as progress:
-        loaded = _load(model, dtype, device, False)
+    chosen = pipeline.chosen(suppliers, machine.read())
+    prefills = None if setting["prompt_tokens"] is None else (setting["prompt_tokens"],)
+    with progress_shown() as progress:
+        loaded = load_model(model, setting["dtype"], setting["device"], False)
         people.print("no --graft is given: making one for this benchmark (keep one with `kernelgraft run`)")
-        pipeline.run_integration(loaded, Inventory(folder), suppliers=found, progress=progress)
+        pipeline.run_integration(
+            loaded,
+            Inventory(folder),
+            suppliers=chosen,
+            languages=languages,
+            use=pipeline.Use(batches=(1, setting["batch"]), prefills=prefills),
+            progress=progress,
+        )
     del loaded
     gc.collect()
-    if device.startswith("cuda"):
+    if setting["device"].startswith("cuda"):
         import torch
 
         torch.cuda.empty_cache()  # the contenders need the room
@@ -542,31 +529,6 @@ def _only_cutile(folder: Path, scratch: Path) -> Path:
     return scratch
 
 
-def _load(model: str, dtype: str | None, device: str, trust_remote_code: bool) -> Loaded:
-    import torch
-
-    from kernelgraft import machine
-    from kernelgraft.models import load
-
-    chosen = None
-    if dtype is not None:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise UsageError(f"dtype `{dtype}` is not float32, bfloat16 or float16")
-        chosen = getattr(torch, dtype)
-    split = machine.processes()[1] > 1
-    return load(model, dtype=chosen, device=_checked_device(device), trust_remote_code=trust_remote_code, split=split)
-
-
-def _checked_device(device: str) -> str:
-    import torch
-
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"device `{device}` is not cpu, cuda or cuda:<index>")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device `{device}` is not here: torch sees no GPU; use --device cpu")
-    return device
-
-
 def _folder(out: Path | None, model: str) -> Path:
     return out or Path("kernelgraft-" + "".join(c if c.isalnum() or c in "-_." else "-" for c in model).strip("-."))
 
@@ -575,16 +537,16 @@ def _compile_check(store: Any, arch: str | None, only: str | None) -> Any:
     from kernelgraft import pipeline
     from kernelgraft.cutile.compiling import ARCHITECTURES
 
-    chosen = ARCHITECTURES if arch is None else _names(arch) or ()
-    with _progress() as progress:
-        return pipeline.compile_check(store, architectures=chosen, only=_names(only), progress=progress)
+    chosen = ARCHITECTURES if arch is None else names(arch) or ()
+    with progress_shown() as progress:
+        return pipeline.compile_check(store, architectures=chosen, only=names(only), progress=progress)
 
 
 def _tune(kernels: list[str] | None, budget_s: float | None) -> Any:
     from kernelgraft.cutile import tuner
     from kernelgraft.kernels.examples import tuned_modules
 
-    with _progress() as progress:
+    with progress_shown() as progress:
         return tuner.tune(tuned_modules(), kernels=kernels, budget_s=budget_s, progress=progress)
 
 
@@ -594,57 +556,6 @@ def _existing(folder: Path) -> Any:
     if not folder.is_dir():
         raise UsageError(f"folder `{folder}` does not exist: run `kernelgraft research MODEL --out {folder}` first")
     return Inventory(folder)
-
-
-def _names(suppliers: str | None) -> list[str] | None:
-    return [s.strip() for s in suppliers.split(",") if s.strip()] if suppliers else None
-
-
-def _policy(name: str) -> Any:
-    if name not in ("fastest", "verified"):
-        raise UsageError(f"policy `{name}` is not fastest or verified")
-    return name
-
-
-def _print_contributions(console: Console, graft: Any) -> None:
-    from kernelgraft.report.contributions import contributions_table
-
-    if graft.contributions:
-        console.print(contributions_table(graft))
-    else:
-        people.print("nothing was measured end to end: the graft was there before, or has no accepted compute")
-
-
-def _use(batches: str | None, prefills: str | None, mode: str, device: str) -> Any:
-    from kernelgraft.pipeline import Use
-
-    if mode == "graph" and not device.startswith("cuda"):
-        raise UsageError(f"mode `graph` is for CUDA graphs, and the device is `{device}`: use --mode eager")
-    return Use(mode, _sizes("--batch", batches), _sizes("--prefill", prefills))  # type: ignore[arg-type]
-
-
-def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
-    """`1,32` as numbers; an empty text is none."""
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(f"`{option} {text}` is not a list of positive numbers such as 1,32")
-    return tuple(map(int, words))
-
-
-def _judge(name: str) -> Any:
-    from kernelgraft.evaluate import JudgeOptions
-
-    if name not in ("thorough", "quick"):
-        raise UsageError(f"judge `{name}` is not thorough or quick")
-    return JudgeOptions.quick() if name == "quick" else JudgeOptions()
-
-
-def _cache(name: str) -> Any:
-    if name not in ("dynamic", "static"):
-        raise UsageError(f"cache `{name}` is not dynamic or static")
-    return name
 
 
 def _nothing(model: str) -> KernelgraftError:
@@ -669,45 +580,6 @@ def _wrote_json(answer: Any, file: Path | None) -> bool:
 
 def _say_files(root: Path) -> None:
     people.print(f"records: {root}", markup=False, highlight=False)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}"),
-    )
-    if not people.is_terminal:
-        yield _lines()
-        return
-    with Progress(*columns, console=people) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(stage: str, done: int, total: int | None, text: str) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, text=text)
-            bars.update(tasks[stage], completed=done, total=total, text=text)
-
-        yield progress
-
-
-def _lines() -> Progress:
-    """Progress where nobody watches a terminal: one line a step."""
-    from kernelgraft import machine
-
-    started = machine.clock()
-
-    def progress(stage: str, done: int, total: int | None, text: str) -> None:
-        where = f"{done}/{total}" if total is not None else str(done)
-        line = f"{machine.clock() - started:7.1f} s  {stage} {where}  {text}"
-        people.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    return progress
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def _why_not(table: Table, seats: Sequence[Seat], evaluations: Sequence[Evaluati
     if table.matched:
         return PARTS
     figures = ", ".join(
-        f"{s.regime} {s.original_us:.1f} µs against {s.solution_us:.1f} µs"
+        f"{s.regime} {Point(s.batch or 1, s.prompt_tokens)} {s.original_us:.1f} µs against {s.solution_us:.1f} µs"
         for s in seats
         if s.original_us is not None and s.solution_us is not None
     )
