@@ -156,6 +156,18 @@ def uneven(folder: Path) -> dict[str, Any]:
     return {"equal": torch.equal(before, during), "served": served}
 
 
+def gathered(folder: Path) -> dict[str, Any]:
+    """A model whose gate and up are one product, gathered from all ranks and cut again for the next."""
+    loaded = split(folder / "packed")
+    model, ids = loaded.model, torch.arange(20, 26)[None]
+    before, left = generate(model, ids), state(model)
+    graft = pipeline.led(make_graft)(loaded)
+    untouched = state(model) == left
+    with kernelgraft.apply(graft, model) as applied:
+        during, served = generate(model, ids), calls(applied)
+    return {"equal": torch.equal(before, during), "served": served, "untouched": untouched}
+
+
 def caches(folder: Path) -> dict[str, Any]:
     """Calls of the whole model that pass caches on, made by the first rank alone."""
     from transformers import StaticCache
@@ -214,7 +226,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for scenario in (whole_graft, parts, quarrels, uneven, caches, replicas):
+    for scenario in (whole_graft, parts, quarrels, uneven, gathered, caches, replicas):
         torch.manual_seed(0)
         found[scenario.__name__] = scenario(folder)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -36,6 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     uneven = load("llama").model
     config = uneven.config.to_dict() | {"intermediate_size": 27}
     type(uneven)(type(uneven.config).from_dict(config)).save_pretrained(folder / "uneven")
+    load("phi3").model.save_pretrained(folder / "packed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,6 +149,16 @@ def test_parts_of_other_sizes_fall_back_with_the_reason(found: list[dict[str, An
     assert kernels == 0
     assert any("intermediate_size=13 where it is 14" in reason for reason in reasons)
     assert second["served"]["residual_norm"][0] > 0
+
+
+@pytest.mark.slow
+def test_what_ranks_gather_inside_a_site_has_its_full_size_there(found: list[dict[str, Any]]) -> None:
+    for rank in of(found, "gathered"):
+        assert rank["equal"]
+        assert rank["untouched"]
+        kernels, fallbacks, instances = rank["served"]["gated_mlp"]
+        assert kernels >= 6 * instances
+        assert not fallbacks
 
 
 @pytest.mark.slow

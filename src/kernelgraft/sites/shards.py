@@ -42,6 +42,12 @@ class Shards:
                     part: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
                 local[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         self._local = local
+        # What the model itself holds is in no other module, so that nobody asks for its sizes.
+        self._full = [
+            (module, type(module), full)
+            for name, module in model.named_modules()
+            if "." in name and (full := _full(module)) is not None
+        ]
         self._alone = False
 
     @property
@@ -61,6 +67,8 @@ class Shards:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = method
+        for module, _, full in self._full:
+            module.__class__ = full
         self._model.__dict__[LOCAL] = self._card
         self._alone = True
 
@@ -69,6 +77,8 @@ class Shards:
         if not self._alone:
             return
         del self._model.__dict__[LOCAL]
+        for module, own, _ in self._full:
+            module.__class__ = own
         for module, wrapper, cell in self._wrappers:
             method = module.__dict__.get("forward")
             cell.cell_contents = MethodType(type(module).forward, module) if method is None else method
@@ -87,6 +97,34 @@ class Shards:
         finally:
             if before:
                 self.part()
+
+
+def _full(module: nn.Module) -> type[nn.Module] | None:
+    """For a product whose output is gathered from all ranks, or whose input is cut for them: a class that takes and
+    gives the full sizes with this rank's weight alone; else None. In place of the others' parts stands the own one."""
+    weight: Any = module._parameters.get("weight")
+    found = _wrapper(module)
+    if found is None or weight is None or not isinstance(module, nn.Linear) or not hasattr(weight, "placements"):
+        return None
+    style = next((c.cell_contents for c in found[1].__closure__ if hasattr(c.cell_contents, "output_layouts")), None)
+    split, ranks = [p for p in weight.placements if not p.is_replicate()], weight.device_mesh.size()
+    if style is None or len(split) != 1:
+        return None
+    gathers = split[0].dim == 0 and _is_replicate(style.output_layouts)
+    cuts = split[0].dim == 1 and _is_replicate(style.input_layouts)
+    return _stand_in(type(module), ranks if gathers else 1) if gathers or cuts else None
+
+
+def _is_replicate(layout: Any) -> bool:
+    return bool(getattr(layout, "is_replicate", bool)())
+
+
+def _stand_in(base: type[nn.Module], times: int) -> type[nn.Module]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        part: torch.Tensor = base.forward(self, x[..., : self.weight.shape[1]])
+        return torch.cat([part] * times, -1)[..., : self.out_features]
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
 
 
 def _wrapper(module: nn.Module) -> tuple[nn.Module, Any, CellType] | None:
