@@ -27,8 +27,10 @@ from kernelgraft import machine
 from kernelgraft.bench import figures
 from kernelgraft.bench.names import COMPILED, CONTENDERS, GRAFTED, ORIGINAL
 from kernelgraft.bench.race import Lap, Leg, Race, kind
+from kernelgraft.bench.result import Trace
 from kernelgraft.bench.roofline import Limits, Work, against
 from kernelgraft.bench.runner import PROMPT
+from kernelgraft.bench.trace import coverage_line
 from kernelgraft.errors import KernelgraftError
 from kernelgraft.store import write_atomic
 
@@ -356,7 +358,9 @@ class Program:
                 except KernelgraftError as error:
                     self.report.missing.append(f"{race_model(race)}: trace of {name}, {setting.regime}: {error}")
                     continue
-                about["traces"].append({"contender": name, "batch": setting.leg.batch, **said})
+                words = coverage_line(Trace.model_validate(said))
+                say(f"  {name}, {setting.regime}: {words}", self.began)
+                about["traces"].append({"contender": name, "batch": setting.leg.batch, "coverage": words, **said})
 
 
 def race_model(race: Race) -> str:

@@ -85,6 +85,12 @@ class Worker:
         lines = [line.strip() for line in self._noise.read().splitlines() if line.strip()]
         return lines[-1][:300] if lines else "it said nothing"
 
+    def leave(self) -> None:
+        """Let the process end by itself; `close` still waits for it."""
+        if self._process.stdin:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
     def close(self) -> None:
         """End the process; once is enough."""
         process = self._process

@@ -96,6 +96,8 @@ class Race:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        for worker in self._workers.values():  # all at once
+            worker.leave()
         self._stack.close()
 
     def limit(self, timeout_s: float) -> None:
@@ -281,8 +283,15 @@ class Race:
     def float32(self, lap: Lap, steps: int | None = None) -> dict[str, float | None]:
         """Each contender's logits of `compare` against a float32 copy of the original, where there is room for one.
 
-        The last thing that is asked of the original's process: it is not the original any more.
+        The last thing that is asked in a race: the original's process runs another model then, and the others are
+        ended to make room for it.
         """
+        for name, worker in self._workers.items():
+            if name != ORIGINAL:
+                worker.leave()
+        for name, worker in self._workers.items():
+            if name != ORIGINAL:
+                worker.close()
         made = self.ask(ORIGINAL, "float32")
         if made is None or not made["made"]:
             return {}
