@@ -28,12 +28,16 @@ import memory_cases
 import torch
 from measuring import EPS, MODELS, REGIMES, Case, Run, copy_bandwidth, drawn, host_time, measure
 from memory_cases import BIG
+from merging import merged, rank, settled
 from torch.nn import functional
 
 from kernelgraft import machine
 from kernelgraft.cutile.plans import Plan
 
-LAUNCHERS = ("row_plans", "act_and_mul", "rope", "qk_norm_rope", "linear_decode", "attention_decode", "argmax")
+LAUNCHERS = (
+    *("row_plans", "rms_norm", "add_rms_norm", "act_and_mul", "rope", "qk_norm_rope", "linear_decode"),
+    *("attention_decode", "argmax"),
+)
 """Modules of `kernelgraft.kernels` that launch."""
 
 
@@ -86,24 +90,28 @@ def cases(peers: dict[str, Any], models: list[str]) -> Iterator[Case]:
 
 
 def launch_cost() -> list[dict[str, Any]]:
-    """Host time of our ops at decode size beside that of `ct.launch` alone with the same arguments; µs, medians."""
+    """Host time of our ops at decode size beside that of their `ct.launch`es alone, same arguments; µs, medians."""
     import cuda.tile as ct
 
     found = []
     for name, run in calls().items():
-        plan, tensors = launched(run)
-        arguments = (*tensors, *plan.constants)
         stream = torch.cuda.current_stream().cuda_stream
+        launches = [(stream, plan.grid, plan.kernel, (*tensors, *plan.constants)) for plan, tensors in launched(run)]
 
-        def alone(stream: int = stream, plan: Plan = plan, arguments: Any = arguments) -> None:
-            ct.launch(stream, plan.grid, plan.kernel, arguments)
+        def alone(launches: list[tuple[Any, ...]] = launches) -> None:
+            for launch in launches:
+                ct.launch(*launch)
 
         times = {"launch_us": alone, "op_us": run}
         medians: dict[str, list[float]] = {key: [] for key in times}
         for _ in range(11):
             for key, function in times.items():
                 medians[key].append(host_time(function, (), 300))
-        line = {"kernel": name, **{key: statistics.median(values) for key, values in medians.items()}}
+        line = {
+            "kernel": name,
+            "launches": len(launches),
+            **{key: statistics.median(values) for key, values in medians.items()},
+        }
         found.append(line | {"ratio": line["op_us"] / line["launch_us"]})
     x, weight = drawn(1, 1, 4096), drawn(4096)
     square = drawn(1024, 4096)
@@ -139,8 +147,8 @@ def calls() -> dict[str, Run]:
     return found | matrix_cases.calls()
 
 
-def launched(run: Run) -> tuple[Plan, tuple[torch.Tensor, ...]]:
-    """The first launch of a call."""
+def launched(run: Run) -> list[tuple[Plan, tuple[torch.Tensor, ...]]]:
+    """The launches of a call."""
     modules = [import_module(f"kernelgraft.kernels.{name}") for name in LAUNCHERS]
     kept: list[tuple[Plan, tuple[torch.Tensor, ...]]] = []
     real = {module: module.fire for module in modules}
@@ -156,7 +164,7 @@ def launched(run: Run) -> tuple[Plan, tuple[torch.Tensor, ...]]:
     finally:
         for module, fire in real.items():
             module.fire = fire
-    return kept[0]
+    return kept
 
 
 # Results
@@ -181,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run; the exit code says whether ours were right everywhere."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--merge", type=Path, help="an earlier result: what it lacks is run first, what it has is kept")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--kernels", nargs="*", help="only these")
     parser.add_argument("--compile", nargs="*", default=[], choices=list(MODELS), help="models with torch.compile too")
@@ -192,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     torch.manual_seed(0)
     begin = machine.clock()
+    before = json.loads(options.merge.read_text()) if options.merge else {}
     peers = others()
     copy_gbps = copy_bandwidth()
     with torch.no_grad():
@@ -209,12 +219,16 @@ def main(argv: list[str] | None = None) -> int:
     def save() -> None:
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+            options.json.write_text(json.dumps(merged(before, result) if before else result, indent=1) + "\n")
 
     with torch.no_grad():
-        for case in cases(peers, options.models):
-            if options.kernels and case.kernel not in options.kernels:
-                continue
+        known = settled(before)
+        listed = [
+            case for case in cases(peers, options.models) if not options.kernels or case.kernel in options.kernels
+        ]
+        if before:
+            listed.sort(key=lambda case: rank((case.kernel, case.model, case.regime), known))
+        for case in listed:
             if machine.clock() - begin > options.budget:
                 result["skipped"].append([case.kernel, case.model, case.regime])
                 continue

@@ -15,7 +15,13 @@ HALF = torch.bfloat16
 
 def tunables() -> list[Tunable]:
     """Single queries over short and long caches, one row and many; causal prompts of several widths."""
-    found = [_decode(*sizes) for sizes in ((8, 4096), (1, 4096), (32, 512), (8, 32768), (1, 32768), (1, 512))]
+    found = [
+        _decode(*sizes)
+        for sizes in (
+            *((32, 4096), (8, 512), (1, 512), (8, 4096), (1, 4096), (32, 512)),
+            *((32, 32768), (8, 32768), (1, 32768)),
+        )
+    ]
     for batch, length, heads, kv_heads, width in (
         (1, 2048, 32, 8, 128),
         (1, 4096, 32, 8, 128),
