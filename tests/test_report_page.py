@@ -145,6 +145,15 @@ def test_a_name_is_no_formula() -> None:
     assert r"a$\b$_{c} &lt;b&gt;" in text
 
 
+@needs_matplotlib
+def test_text_in_a_plot_has_the_colour_of_the_page() -> None:
+    text = plots.svg("throughput", "t", plots.figures_of(Job(bench=BENCH))["throughput"][1])
+    assert drawings.INK not in text
+    assert "#000" not in text
+    styles = re.findall(r"<text style=\"([^\"]*)\"", text)
+    assert styles and all("fill: currentColor" in style for style in styles)
+
+
 @pytest.mark.parametrize("page_colour", ["#ffffff", "#14171a"])
 def test_bars_stand_out_on_light_and_dark(page_colour: str) -> None:
     for colour in (*drawings.COLOURS.values(), drawings.OTHER_COLOUR, drawings.FAINT):
