@@ -216,13 +216,14 @@ class _Buffers:
         self.device = device
         self.made: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self.used: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.there: dict[str, torch.Tensor] = {}
 
     def fill(self, specs: Sequence[dict[str, Any]], values: dict[str, torch.Tensor]) -> list[Any]:
         self.used = {}
         return [self._one(i, s, values) if "key" in s else s["value"] for i, s in enumerate(specs)]
 
     def _one(self, index: int, spec: dict[str, Any], values: dict[str, torch.Tensor]) -> torch.Tensor:
-        flat = values[spec["key"]]
+        flat = self._value(spec["key"], values)
         key = (index, flat.dtype, flat.numel(), spec["offset"], *spec["size"], "/", *spec["stride"])
         if key not in self.made:
             guard = max(1, GUARD_BYTES // flat.element_size())
@@ -235,11 +236,17 @@ class _Buffers:
         end.data.fill_(GUARD_VALUE)
         return view
 
+    def _value(self, key: str, values: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The given values on the device, where they stay: a weight that every case reads would take long to bring."""
+        if key not in self.there:
+            self.there[key] = values[key].to(self.device)
+        return self.there[key]
+
     def changed(self, specs: Sequence[dict[str, Any]], values: dict[str, torch.Tensor]) -> list[int]:
         """Inputs whose bytes, or the bytes between or behind their elements, are not those that were given."""
         found = []
         for index, (_, body, end) in self.used.items():
-            same = _same(body, values[specs[index]["key"]].to(self.device))
+            same = _same(body, self._value(specs[index]["key"], values))
             if not same or bool((end != GUARD_VALUE).any()):
                 found.append(index)
         return found
