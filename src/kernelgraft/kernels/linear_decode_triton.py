@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernelgraft.cutile.plans import eager, power_of_two
+from kernelgraft.cutile.plans import current, eager, power_of_two
 from kernelgraft.kernels.linear_forms import Form, dtype_of, form_of, laid, shape_of
 
 ALIASES = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_python": "gelu", "silu_python": "silu"}
@@ -98,9 +98,13 @@ def _run(
         cast,
         activation,
     )
-    y = x.new_empty((*x.shape[:-1], form.outputs))
+    y = x.new_empty(*x.shape[:-1], form.outputs)
     if y.numel():
-        launch(choose(form), form, x, weight, up, bias, residual, vector, y)
+        if x.get_device() == current():
+            launch(choose(form), form, x, weight, up, bias, residual, vector, y)
+        else:
+            with torch.cuda.device(x.device):
+                launch(choose(form), form, x, weight, up, bias, residual, vector, y)
     return y
 
 
@@ -115,7 +119,7 @@ def launch(
     vector: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """One call with a given configuration into y."""
+    """One call with a given configuration into y, on the current device."""
     from kernelgraft.kernels import linear_decode_triton_kernels as kernels
 
     if form.packed:
@@ -133,23 +137,22 @@ def launch(
         "RESIDUAL": form.residual,
     }
     steps = weight.stride(0), other.stride(0)
-    with torch.cuda.device(x.device):
-        if isinstance(chosen, Lanes):
-            even = form.outputs % chosen.tile == 0 and form.width % chosen.depth == 0
-            grid: tuple[int, ...] = (-(-form.outputs // chosen.tile), form.count)
-            kernels.row_kernel[grid](
-                *tensors, form.outputs, form.width, *steps, eps, NORM=0 if form.norm is None else 2, **flags,
-                TILE=chosen.tile, DEPTH=chosen.depth, EVEN=even, num_warps=chosen.warps,
-            )  # fmt: skip
-            return
-        tile = chosen.rows // chosen.fold
-        # Only float16 could overflow where x is multiplied by the norm's weight before it is normalised.
-        how = 0 if form.norm is None else 1 if form.dtype is torch.float16 else 2
-        kernels.rows_kernel[(-(-form.outputs // tile),)](
-            *tensors, form.count, form.outputs, *steps, eps, WIDTH=form.width, NORM=how, ROUND=cast == "before_weight",
-            **flags, TILE=tile, FOLD=chosen.fold, DEPTH=chosen.depth,
-            COLUMNS=max(16, power_of_two(form.count * chosen.fold)), STAGES=chosen.stages, num_warps=chosen.warps,
+    if isinstance(chosen, Lanes):
+        even = form.outputs % chosen.tile == 0 and form.width % chosen.depth == 0
+        grid: tuple[int, ...] = (-(-form.outputs // chosen.tile), form.count)
+        kernels.row_kernel[grid](
+            *tensors, form.outputs, form.width, *steps, eps, NORM=0 if form.norm is None else 2, **flags,
+            TILE=chosen.tile, DEPTH=chosen.depth, EVEN=even, num_warps=chosen.warps,
         )  # fmt: skip
+        return
+    tile = chosen.rows // chosen.fold
+    # Only float16 could overflow where x is multiplied by the norm's weight before it is normalised.
+    how = 0 if form.norm is None else 1 if form.dtype is torch.float16 else 2
+    kernels.rows_kernel[(-(-form.outputs // tile),)](
+        *tensors, form.count, form.outputs, *steps, eps, WIDTH=form.width, NORM=how, ROUND=cast == "before_weight",
+        **flags, TILE=tile, FOLD=chosen.fold, DEPTH=chosen.depth,
+        COLUMNS=max(16, power_of_two(form.count * chosen.fold)), STAGES=chosen.stages, num_warps=chosen.warps,
+    )  # fmt: skip
 
 
 @functools.cache
