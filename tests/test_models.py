@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -267,6 +269,22 @@ def test_patterned_parameters_keep_their_signs() -> None:
     for old, new in decays:
         assert not torch.equal(old, new) and ((old == 0) | (old.sign() == new.sign())).all()
         assert ((new - old).abs() <= 0.25 * old.abs().max() + 1e-6).all()
+
+
+def test_a_pattern_that_begins_alike_is_no_constant() -> None:
+    class Gates(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = torch.nn.Parameter(torch.cat([torch.ones(1500), torch.arange(2.0, 502.0)]))
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return SimpleNamespace(logits=self.steps)
+
+    model = Gates()
+    before = model.steps.detach().clone()
+    randomise(model, 0)
+    assert not torch.equal(model.steps, before)
+    assert ((model.steps - before).abs() <= 0.25 * before + 1e-6).all()
 
 
 def test_random_weights_depend_on_the_seed_and_on_nothing_else() -> None:
