@@ -11,13 +11,15 @@ import ast
 import functools
 import inspect
 import textwrap
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from kernelgraft.errors import UsageError
+from kernelgraft.errors import RebindError, UsageError
+from kernelgraft.sites import innermost
 
 INTERNAL = frozenset(nn.Module().__dict__)
 """What every module has in its instance dictionary."""
@@ -48,7 +50,7 @@ def recover(module: nn.Module) -> dict[str, Any]:
     """The arguments of `type(module).__init__`, in its order. Raises UsageError naming the one that cannot be read."""
     owner = type(module)
     parameters = _parameters(owner)
-    tree = _init_tree(owner.__init__)
+    tree = _init_tree(_init_of(owner))
     found: dict[str, Any] = {}
     for parameter in parameters:
         value = _assigned(module, tree, parameter.name) if tree is not None else _MISSING
@@ -69,8 +71,23 @@ def recover(module: nn.Module) -> dict[str, Any]:
 
 
 def _parameters(owner: type[nn.Module]) -> list[inspect.Parameter]:
-    every = list(inspect.signature(owner.__init__).parameters.values())[1:]
+    return _named(_init_of(owner))
+
+
+def _named(init: Callable[..., None]) -> list[inspect.Parameter]:
+    every = list(inspect.signature(init).parameters.values())[1:]
     return [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _init_of(owner: type[nn.Module]) -> Callable[..., None]:
+    """`__init__`, or what a decorator of `kernels` that takes anything passes on to."""
+    init: Callable[..., None] = owner.__init__
+    if isinstance(init, types.FunctionType) and init.__closure__ and not _named(init):
+        try:
+            return innermost(init)
+        except RebindError:
+            return init
+    return init
 
 
 @functools.lru_cache(maxsize=256)
