@@ -89,6 +89,11 @@ class Forced(LogitsProcessor):
 class Session:
     """One contender's model, and the setting that it runs with just now."""
 
+    ids: torch.Tensor
+    """int64 [batch, prompt tokens]."""
+    cache: str
+    new_tokens: int
+
     def __init__(self, order: dict[str, Any]) -> None:
         if order["threads"]:
             torch.set_num_threads(order["threads"])
