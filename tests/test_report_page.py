@@ -141,13 +141,13 @@ def test_decode_is_shown_for_one_step() -> None:
 def test_a_name_is_no_formula() -> None:
     model = BENCH.model.model_copy(update={"name": r"a$\b$_{c} <b>"})
     drawn = plots.figures_of(Job(bench=on_a_gpu().model_copy(update={"model": model})))
-    text = plots.svg("roofline", "r", drawn["roofline"][1])
+    text = plots.svg("roofline", "r", drawn["roofline"][1]).body
     assert r"a$\b$_{c} &lt;b&gt;" in text
 
 
 @needs_matplotlib
 def test_text_in_a_plot_has_the_colour_of_the_page() -> None:
-    text = plots.svg("throughput", "t", plots.figures_of(Job(bench=BENCH))["throughput"][1])
+    text = plots.svg("throughput", "t", plots.figures_of(Job(bench=BENCH))["throughput"][1]).body
     assert drawings.INK not in text
     assert "#000" not in text
     styles = re.findall(r"<text style=\"([^\"]*)\"", text)
@@ -192,6 +192,8 @@ def test_the_page_needs_nothing_else_and_can_be_read_by_all() -> None:
 
 def test_the_page_holds_the_agreed_words_and_all_figures() -> None:
     text = "".join(Reader(page(Job(GRAFT, PLAN, on_a_gpu()))).text)
+    # The coverage line has spaces in a row.
+    assert re.search(r"main li \{[^}]*white-space: pre-wrap", page(Job(GRAFT)))
     for said in (
         "Average throughput: 1000.00 ± 2.00 tokens/sec",
         ">>> cuTile Kernel Coverage (GPU Time):    49.21% <<<",

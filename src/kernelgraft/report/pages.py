@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import jinja2
-from markupsafe import Markup
 
 from kernelgraft.bench.names import GRAFTED
 from kernelgraft.bench.result import BenchResult
@@ -73,7 +72,7 @@ class Section:
     """A heading with what stands under it, in this order; `folded` is opened by the reader."""
 
     title: str
-    figures: list[Markup] = field(default_factory=list)
+    figures: list[plots.Drawing] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     folded: bool = False
@@ -116,7 +115,7 @@ def _facts(record: BenchResult | Graft | None, cells: Cells | None) -> list[str]
 
 
 def environment() -> jinja2.Environment:
-    """Everything that is not Markup is escaped; an unknown name is an error."""
+    """Everything is escaped, except where the template says `safe`; an unknown name is an error."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("kernelgraft.report"),
         autoescape=True,
@@ -126,14 +125,13 @@ def environment() -> jinja2.Environment:
     )
 
 
-Drawn = dict[str, Markup]
+Drawn = dict[str, plots.Drawing]
 
 
 def _drawn(job: Job) -> Drawn:
     if not plots.can_plot():
         return {}
-    # Our own SVG, in which matplotlib has escaped all texts.
-    return {name: Markup(plots.svg(name, text, figure)) for name, (text, figure) in plots.figures_of(job).items()}
+    return {name: plots.svg(name, text, figure) for name, (text, figure) in plots.figures_of(job).items()}
 
 
 def _section(title: str, drawn: Drawn, names: Iterable[str] = (), *, folded: bool = False) -> Section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,14 +81,27 @@ def write_pngs(drawn: dict[str, tuple[str, Figure]], folder: Path) -> dict[str, 
     return files
 
 
-def svg(name: str, text: str, figure: Figure) -> str:
-    """An `<svg>` element in the page's own text colour, named by `text` for those who do not see it."""
+@dataclass(frozen=True)
+class Drawing:
+    """What goes into an `<svg>` element of a page."""
+
+    name: str
+    text: str
+    """For those who do not see it."""
+    view_box: str
+    body: str
+    """Elements, in the page's own text colour."""
+
+
+def svg(name: str, text: str, figure: Figure) -> Drawing:
+    """The figure as elements of SVG; texts that matplotlib wrote are escaped."""
     buffer = io.StringIO()
     _save(figure, buffer, hashsalt=name, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    drawn = buffer.getvalue()
-    drawn = drawn[drawn.index("<svg") :].replace(INK, "currentColor").replace("'DejaVu Sans'", "inherit")
+    drawn = buffer.getvalue().replace(INK, "currentColor").replace("'DejaVu Sans'", "inherit")
     drawn = _own_names(re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL), name)
-    return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', _opening(name, text), drawn, count=1)
+    found = re.search(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>(.*)</svg>', drawn, flags=re.DOTALL)
+    assert found is not None
+    return Drawing(name, text, found[1], found[2])
 
 
 def _own_names(drawn: str, prefix: str) -> str:
@@ -96,16 +109,6 @@ def _own_names(drawn: str, prefix: str) -> str:
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', drawn))
     drawn = re.sub(r' id="([^"]*)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", drawn)
     return re.sub(r'(url\(|href=")#', rf"\g<1>#{prefix}-", drawn)
-
-
-def _opening(name: str, text: str) -> Callable[[re.Match[str]], str]:
-    from html import escape
-
-    def opening(found: re.Match[str]) -> str:
-        named = f'id="plot-{escape(name)}" role="img" aria-label="{escape(text)}"'
-        return f'<svg {named} viewBox="{found[1]}" xmlns:xlink="http://www.w3.org/1999/xlink">'
-
-    return opening
 
 
 def _save(figure: Figure, buffer: Any, *, hashsalt: str = "kernelgraft", **how: Any) -> None:
