@@ -414,6 +414,12 @@ def test_the_flags_are_what_was_measured(made: Made, tmp_path: Path) -> None:
     assert flags == {"Qwen3RMSNormKernel": (False, True), "Qwen3RMSNormMLPKernel": (False, False)}
 
 
+def test_gradients_are_tried_whatever_the_mode_of_the_caller(made: Made, tmp_path: Path) -> None:
+    with torch.no_grad():
+        root = export(made, tmp_path / "no-grad")
+    assert all(kernel.has_backward for kernel in load_all(in_folder(root)))
+
+
 def test_a_class_that_does_not_fit_is_left_out(made: Made, tmp_path: Path) -> None:
     """What the check finds wrong goes; if nothing is left, nothing is written."""
 

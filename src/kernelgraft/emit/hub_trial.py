@@ -130,7 +130,8 @@ def _same_gradients(
         return [torch.zeros(()) if gradient is None else gradient for gradient in found]
 
     try:
-        mine, theirs = gradients(ours), gradients(own)
+        with torch.enable_grad():
+            mine, theirs = gradients(ours), gradients(own)
     except (RuntimeError, NotImplementedError):  # what autograd raises for an operation without a gradient
         return False
     if mine is None or theirs is None:
