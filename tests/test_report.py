@@ -218,7 +218,7 @@ def test_a_ratio_over_a_peer_has_an_interval_where_there_are_rounds() -> None:
 
 
 def test_the_coverage_line_is_for_whoever_has_cutile_kernels() -> None:
-    lines = report.trace_lines(on_a_gpu())
+    lines = report.trace_lines(on_a_gpu().contenders)
     coverage = [line for line in lines if ">>> cuTile Kernel Coverage (GPU Time):    49.21% <<<" in line]
     assert [line.partition(":")[0] for line in coverage] == ["kernelgraft, prefill", "kernelgraft, decode"]
     assert "eager, decode: 22.95 % of the GPU time is in what the graft replaces" in lines
@@ -228,7 +228,7 @@ def test_the_coverage_line_is_for_whoever_has_cutile_kernels() -> None:
 def test_a_peer_with_cutile_kernels_has_its_coverage_too() -> None:
     eager, _, _, peer, _ = on_a_gpu().contenders
     peer = peer.model_copy(update={"name": "tilegym", "traces": (trace("decode", cutile=12.5),)})
-    lines = report.trace_lines(BENCH.model_copy(update={"contenders": (eager, peer)}))
+    lines = report.trace_lines([eager, peer])
     assert "tilegym, decode: >>> cuTile Kernel Coverage (GPU Time):    12.50% <<<" in lines
 
 
@@ -241,7 +241,7 @@ def test_the_compiled_original_is_no_peer() -> None:
 def test_one_line_a_regime_says_what_the_machine_allows() -> None:
     decode = "roofline: a decode step takes 0.581 ms at least (2.50 GB at 4300 GB/s); of it eager 8.0 %"
     prefill = "roofline: a prefill takes 12.5 ms at least (10.00 TFLOP at 800 TFLOP/s); of it eager 28.0 %"
-    lines = report.trace_lines(on_a_gpu())
+    lines = report.trace_lines(on_a_gpu().contenders)
     assert [line.startswith(decode) for line in lines].count(True) == 1
     assert [line.startswith(prefill) for line in lines].count(True) == 1
 

@@ -95,11 +95,32 @@ def test_the_terminal_and_the_page_show_them(tmp_path: Path) -> None:
     text = report.page(job)
     assert "<h1>kernelgraft: end to end</h1>" in text
     assert "prefill of 4096, batch 1" in text
+    for said in (
+        "failed: tilegym, small: tilegym has no patch for `small`",
+        "missing: small: trace of eager, decode",
+        "GPU time: large",
+        "kernelgraft, decode: &gt;&gt;&gt; cuTile Kernel Coverage (GPU Time):    49.21% &lt;&lt;&lt;",
+        "Not covered: kernelgraft, decode",
+        "model.norm: liger_rms_norm",
+    ):
+        assert said in text, said
+    assert "GPU time: small" not in text
+    assert text.count("failed: tilegym, small") == 1
+
+
+@pytest.mark.skipif(not plots.can_plot(), reason=plots.NO_PLOTS)
+def test_a_folder_in_a_models_name_is_no_folder() -> None:
+    made = cells()
+    made["models"] = {"a/../b c": made["models"]["large"]}
+    assert list(plots.figures_of(Job(cells=Cells.model_validate(made)))) == ["speedups", "a-..-b-c_modules_decode"]
 
 
 @pytest.mark.skipif(not plots.can_plot(), reason=plots.NO_PLOTS)
 def test_speeds_over_the_original_are_drawn(tmp_path: Path) -> None:
-    ((text, figure),) = plots.figures_of(report.read(written(tmp_path))).values()
+    drawn = plots.figures_of(report.read(written(tmp_path)))
+    assert list(drawn) == ["speedups", "large_modules_decode"]
+    text, figure = drawn["speedups"]
+    assert "in all 1.53 ms to 1.35 ms" in drawn["large_modules_decode"][0]
     assert "large, decode, batch 32: static-compile 5.00, tilegym 0.90, liger 0.70, kernelgraft 0.80" in text
     bars = [round(bar.get_width(), 6) for bar in figure.axes[0].patches]
     assert sorted(bars) == [0.7] * 6 + [0.8] + [0.9] * 3 + [1.5] * 5 + [5.0] * 6

@@ -29,7 +29,7 @@ BENCH_HEADINGS = [
 def bench_table(bench: BenchResult) -> RenderableType:
     """One row a contender, and what it means in lines."""
     table = make_table(model_title(bench.model), BENCH_HEADINGS, bench_rows(bench), numbers=range(1, 8))
-    return Group(table, *(Text(line) for line in bench_lines(bench)), *gpu_tables(bench))
+    return Group(table, *(Text(line) for line in bench_lines(bench)), *gpu_tables(bench.contenders))
 
 
 def bench_rows(bench: BenchResult) -> Iterable[list[str]]:

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kernelgraft.bench.names import COMPILED, CONTENDERS, GRAFTED, ORIGINAL
+from kernelgraft.bench.result import Contender, PatchCalls, Proof, Trace
 from kernelgraft.errors import UsageError
 from kernelgraft.report.wording import UNKNOWN, figures, make_table
 
@@ -32,6 +33,7 @@ class Cell(BaseModel):
     ttft_ms: float | None = None
     roofline_percent: float | None = None
     tokens_equal: bool | None = None
+    failure: str | None = None
 
     @property
     def setting(self) -> tuple[str, str, int, int]:
@@ -46,6 +48,41 @@ class Cell(BaseModel):
         return 1e3 * self.batch * self.prompt_tokens / self.ttft_ms if self.ttft_ms else None
 
 
+class Traced(Trace):
+    """A trace of one contender; further keys are left alone."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    contender: str
+
+
+class Detail(BaseModel):
+    """What the file says of a model beside its cells."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    traces: tuple[Traced, ...] = ()
+    evidence: dict[str, tuple[str, ...]] = {}
+    proof: dict[str, Proof] = {}
+    calls: tuple[PatchCalls, ...] = ()
+    """Of the graft."""
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """The same as records of contenders without figures, in the order of reports."""
+        names = {trace.contender for trace in self.traces} | set(self.evidence) | set(self.proof)
+        return [
+            Contender(
+                name=name,
+                evidence=self.evidence.get(name, ()),
+                proof=self.proof.get(name),
+                calls=self.calls if name == GRAFTED else (),
+                traces=tuple(trace for trace in self.traces if trace.contender == name),
+            )
+            for name in in_order(names)
+        ]
+
+
 class Cells(BaseModel):
     """The file."""
 
@@ -53,6 +90,14 @@ class Cells(BaseModel):
 
     environment: dict[str, Any] = {}
     cells: tuple[Cell, ...]
+    models: dict[str, Detail] = {}
+    missing: tuple[str, ...] = ()
+    """What there was no time for, and what went wrong."""
+
+    @property
+    def contenders(self) -> dict[str, list[Contender]]:
+        """By model, what is known of each contender beside its cells: where its time went, and what ran."""
+        return {model: detail.contenders for model, detail in self.models.items()}
 
 
 def read_cells(file: Path) -> Cells:
@@ -67,10 +112,14 @@ def read_cells(file: Path) -> Cells:
         raise UsageError(f"`{file}` does not hold the cells of a benchmark: {said}") from said
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """In the order of reports, unknown ones last."""
+    return sorted(dict.fromkeys(names), key=lambda n: (CONTENDERS.index(n) if n in CONTENDERS else len(CONTENDERS), n))
+
+
 def contenders_of(cells: Iterable[Cell]) -> list[str]:
-    """All that took part, in the order of reports."""
-    names = list(dict.fromkeys(cell.contender for cell in cells))
-    return [*(name for name in CONTENDERS if name in names), *(name for name in names if name not in CONTENDERS)]
+    """All that took part."""
+    return in_order(cell.contender for cell in cells)
 
 
 def settings_of(cells: Iterable[Cell]) -> dict[tuple[str, str, int, int], dict[str, Cell]]:
@@ -121,6 +170,13 @@ def cell_rows(cells: Sequence[Cell]) -> Iterable[list[str]]:
         ]
 
 
+def missing_lines(cells: Cells) -> list[str]:
+    """Who failed where and why, once each, and what there was no time for."""
+    failed = {(cell.contender, cell.model, cell.failure): None for cell in cells.cells if cell.failure}
+    lines = [f"failed: {contender}, {model}: {reason}" for contender, model, reason in failed]
+    return lines + [f"missing: {text}" for text in cells.missing]
+
+
 def cells_table(cells: Cells) -> RenderableType:
     """One row a setting, and where the graft is not the fastest."""
     headings = cell_headings(contenders_of(cells.cells))
@@ -128,7 +184,7 @@ def cells_table(cells: Cells) -> RenderableType:
     table = make_table(
         "Models: decode in tokens/s, prefill in ms", headings, cell_rows(cells.cells), numbers=numbers, folded={0, 1}
     )
-    return Group(table, *map(Text, cell_lines(cells.cells)))
+    return Group(table, *map(Text, [*cell_lines(cells.cells), *missing_lines(cells)]))
 
 
 def _figure(cell: Cell | None) -> str:

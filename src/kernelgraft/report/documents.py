@@ -60,21 +60,21 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
 
 
 def _gpu_parts(bench: BenchResult) -> list[str]:
-    rows = list(gpu_rows(bench))
+    rows = list(gpu_rows(bench.contenders))
     if not rows:
         return []
     parts = [
         "## GPU time",
         markdown_table(one_line(GPU_HEADINGS), rows),
-        "\n".join(f"- {line}" for line in trace_lines(bench)),
+        "\n".join(f"- {line}" for line in trace_lines(bench.contenders)),
     ]
-    for title, shares in share_tables(bench):
+    for title, shares in share_tables(bench.contenders):
         parts += [f"### {title}", markdown_table(SHARE_HEADINGS, share_rows(shares))]
     return parts
 
 
 def _ran_parts(bench: BenchResult) -> list[str]:
-    parts = ["## What ran in each process", markdown_table(EVIDENCE_HEADINGS, evidence_rows(bench))]
+    parts = ["## What ran in each process", markdown_table(EVIDENCE_HEADINGS, evidence_rows(bench.contenders))]
     for contender in bench.contenders:
         if contender.calls:
             parts += [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kernelgraft.bench.names import COMPILED, GRAFTED, ORIGINAL
-from kernelgraft.bench.result import BenchResult, Trace
+from kernelgraft.bench.result import BenchResult, Contender, Trace
 from kernelgraft.records import Graft
 from kernelgraft.report.cells import Cell, contenders_of, over, setting_text, settings_of
 from kernelgraft.report.grafts import contribution_name, leading_seats, point_text
@@ -56,23 +56,22 @@ def throughput(bench: BenchResult) -> tuple[str, Figure]:
     _rows(axes, [c.name for c in contenders], max(means) * 1.2)
     setting = bench.setting
     axes.set_xlabel(f"tokens/s, batch {setting.batch}, {setting.prompt_tokens} + {setting.new_tokens} tokens")
-    _title(axes, bench)
+    axes.set_title(title_of(bench), fontsize=10, loc="left")
     values = (f"{c.name} {figures(mean) if c.side else 'failed'}" for c, mean in zip(contenders, means, strict=True))
     return f"Tokens per second by contender: {', '.join(values)}.", figure
 
 
-def modules(bench: BenchResult, regime: str) -> tuple[str, Figure] | None:
+def modules(contenders: Sequence[Contender], regime: str, title: str) -> tuple[str, Figure] | None:
     """Pairs of bars: GPU time of each module for one step, in the original and with the graft; None without traces."""
-    graft = bench.contender(GRAFTED)
-    before = trace_of(bench.contenders[0], regime)
-    after = None if graft is None else trace_of(graft, regime)
+    traces = {c.name: trace_of(c, regime) for c in contenders}
+    before, after = traces.get(ORIGINAL), traces.get(GRAFTED)
     if before is None or after is None or not before.modules:
         return None
     rows = module_times(before, after)
     unit = "a decode step" if regime == "decode" else "the prefill"
     label = f"GPU µs of {unit}, by module"
     figure = _pairs(rows, label)
-    _title(figure.axes[0], bench)
+    figure.axes[0].set_title(title, fontsize=10, loc="left")
     total = [figures(1e-3 * step_ms(trace, trace.kernel_us)) for trace in (before, after)]
     said = ", ".join(f"{name} {figures(old)} to {figures(new)}" for name, old, new in rows)
     return f"{label}, original to graft: in all {total[0]} ms to {total[1]} ms; {said}.", figure
@@ -208,7 +207,7 @@ def roofline(bench: BenchResult) -> tuple[str, Figure] | None:
     axes.set_ylabel("TFLOP/s")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     roof = f"measured {first.bandwidth_gb_s:.0f} GB/s and {first.tflops:.0f} TFLOP/s"
-    _title(axes, bench)
+    axes.set_title(title_of(bench), fontsize=10, loc="left")
     return f"Roofline ({roof}); share of it that was reached: {', '.join(said)}.", figure
 
 
@@ -229,11 +228,10 @@ def _rows(axes: Axes, names: list[str], most: float) -> None:
     axes.set_axisbelow(True)
 
 
-def _title(axes: Axes, bench: BenchResult) -> None:
+def title_of(bench: BenchResult) -> str:
+    """The model, and what it ran on."""
     where = bench.machine.gpu if bench.setting.device.startswith("cuda") else bench.machine.cpu
-    axes.set_title(
-        f"{bench.model.name}, {bench.setting.dtype} on {where or 'an unknown device'}", fontsize=10, loc="left"
-    )
+    return f"{bench.model.name}, {bench.setting.dtype} on {where or 'an unknown device'}"
 
 
 def _short(text: str, longest: int) -> str:

@@ -8,11 +8,19 @@ from dataclasses import dataclass, field
 import jinja2
 
 from kernelgraft.bench.names import GRAFTED
-from kernelgraft.bench.result import BenchResult
+from kernelgraft.bench.result import BenchResult, Contender
 from kernelgraft.records import Graft, Plan
 from kernelgraft.report import plots
 from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
-from kernelgraft.report.cells import Cells, cell_headings, cell_lines, cell_rows, contenders_of, environment_text
+from kernelgraft.report.cells import (
+    Cells,
+    cell_headings,
+    cell_lines,
+    cell_rows,
+    contenders_of,
+    environment_text,
+    missing_lines,
+)
 from kernelgraft.report.documents import (
     CANDIDATE_HEADINGS,
     CONTRIBUTIONS,
@@ -91,7 +99,7 @@ def page(job: Job) -> str:
         raise ValueError("a page needs a graft or a benchmark")
     drawn = _drawn(job)
     sections = [
-        *([] if cells is None else [_cell_section(cells, drawn)]),
+        *([] if cells is None else _cell_sections(cells, drawn)),
         *([] if bench is None else _bench_sections(bench, drawn)),
         *([] if graft is None else _graft_sections(graft, job.plan, drawn)),
     ]
@@ -169,41 +177,51 @@ def tiles(bench: BenchResult) -> list[Tile]:
     return made
 
 
-def _cell_section(cells: Cells, drawn: Drawn) -> Section:
+def _cell_sections(cells: Cells, drawn: Drawn) -> list[Section]:
     section = _section("Models", drawn, ["speedups"])
     headings = cell_headings(contenders_of(cells.cells))
-    rows = list(cell_rows(cells.cells))
     caption = "Decode in tokens/s, prefill in ms to the first token"
-    section.tables.append(Table(caption, headings, rows, range(2, len(headings) - 1)))
-    section.lines = cell_lines(cells.cells)
-    return section
+    section.tables.append(Table(caption, headings, list(cell_rows(cells.cells)), range(2, len(headings) - 1)))
+    section.lines = [*cell_lines(cells.cells), *missing_lines(cells)]
+    made = [section]
+    for model, contenders in cells.contenders.items():
+        made += [_gpu_section(contenders, drawn, model), _ran_section(contenders, model)]
+    return made
 
 
 def _bench_sections(bench: BenchResult, drawn: Drawn) -> list[Section]:
     contenders = _section("Contenders", drawn, ["throughput"])
     contenders.tables.append(Table("Contenders", one_line(BENCH_HEADINGS), list(bench_rows(bench)), range(1, 8)))
     contenders.lines = bench_lines(bench)
-    made = [contenders, _gpu_section(bench, drawn), _section("Roofline", drawn, ["roofline"])]
-    ran = Section("What ran in each process", folded=True)
-    ran.tables.append(Table("Found patched", EVIDENCE_HEADINGS, list(evidence_rows(bench))))
-    for contender in bench.contenders:
-        if contender.calls:
-            rows = list(call_rows(contender))
-            ran.tables.append(Table(f"Calls through the patches of {contender.name}", CALL_HEADINGS, rows, {3}))
-    return [*made, ran]
+    made = [contenders, _gpu_section(bench.contenders, drawn), _section("Roofline", drawn, ["roofline"])]
+    return [*made, _ran_section(bench.contenders)]
 
 
-def _gpu_section(bench: BenchResult, drawn: Drawn) -> Section:
-    section = _section("GPU time", drawn, ["modules_decode", "modules_prefill"])
-    rows = list(gpu_rows(bench))
+def _gpu_section(contenders: Sequence[Contender], drawn: Drawn, model: str = "") -> Section:
+    title, start = (f"GPU time: {model}", f"{model}_") if model else ("GPU time", "")
+    names = [plots.file_name(f"{start}modules_{regime}") for regime in ("decode", "prefill")]
+    section = _section(title, drawn, names)
+    rows = list(gpu_rows(contenders))
     if rows:
         section.tables.append(Table("GPU time by contender", one_line(GPU_HEADINGS), rows, range(2, 8)))
-    made_by = [[c.name, t.regime, languages_text(t)] for c in bench.contenders for t in c.traces]
+    made_by = [[c.name, t.regime, languages_text(t)] for c in contenders for t in c.traces]
     if made_by:
         section.tables.append(Table("GPU time by what made the kernel", ["contender", "regime", "shares"], made_by))
-    for caption, shares in share_tables(bench):
+    for caption, shares in share_tables(contenders):
         section.tables.append(Table(caption, SHARE_HEADINGS, list(share_rows(shares)), {2, 3, 4}))
-    section.lines = trace_lines(bench)
+    section.lines = trace_lines(contenders)
+    return section
+
+
+def _ran_section(contenders: Sequence[Contender], model: str = "") -> Section:
+    section = Section("What ran in each process" + (f": {model}" if model else ""), folded=True)
+    rows = list(evidence_rows(contenders))
+    if rows:
+        section.tables.append(Table("Found patched", EVIDENCE_HEADINGS, rows))
+    for contender in contenders:
+        if contender.calls:
+            rows = list(call_rows(contender))
+            section.tables.append(Table(f"Calls through the patches of {contender.name}", CALL_HEADINGS, rows, {3}))
     return section
 
 

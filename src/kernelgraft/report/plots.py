@@ -57,15 +57,24 @@ def figures_of(job: Job) -> dict[str, tuple[str, Figure]]:
     with matplotlib.rc_context(SETTINGS):
         if job.cells is not None:
             drawn["speedups"] = drawings.speedups(job.cells.cells)
+            for model, contenders in job.cells.contenders.items():
+                for regime in REGIMES:
+                    drawn[f"{model}_modules_{regime}"] = drawings.modules(contenders, regime, model)
         if job.bench is not None:
             drawn["throughput"] = drawings.throughput(job.bench)
             for regime in REGIMES:
-                drawn[f"modules_{regime}"] = drawings.modules(job.bench, regime)
+                title = drawings.title_of(job.bench)
+                drawn[f"modules_{regime}"] = drawings.modules(job.bench.contenders, regime, title)
             drawn["roofline"] = drawings.roofline(job.bench)
         if job.graft is not None:
             drawn["computes"] = drawings.computes(job.graft)
             drawn["contributions"] = drawings.contributions(job.graft)
-    return {name: made for name, made in drawn.items() if made is not None}
+    return {file_name(name): made for name, made in drawn.items() if made is not None}
+
+
+def file_name(name: str) -> str:
+    """A name for a file and an id: without what a path or a selector would read otherwise."""
+    return re.sub(r"[^\w.-]", "-", name)
 
 
 def write_pngs(drawn: dict[str, tuple[str, Figure]], folder: Path) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from kernelgraft.bench.result import BenchResult, Contender
+from kernelgraft.bench.result import Contender
 from kernelgraft.report.wording import UNKNOWN
 
 CALL_HEADINGS = ["family", "sites", "served", "left to the original", "fallbacks"]
@@ -27,10 +27,10 @@ def call_rows(contender: Contender) -> Iterable[list[str]]:
         ]
 
 
-def evidence_rows(bench: BenchResult) -> Iterable[list[str]]:
+def evidence_rows(contenders: Sequence[Contender]) -> Iterable[list[str]]:
     """Cells: what was found patched in each contender's process; for the original, that nothing was."""
-    for contender in bench.contenders:
-        if contender.side is None:
+    for contender in contenders:
+        if contender.failure is not None:
             continue
         found = list(contender.evidence)
         if contender.proof is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kernelgraft.bench.names import GRAFTED
-from kernelgraft.bench.result import BenchResult, Contender, Roofline, Share, Trace
+from kernelgraft.bench.result import Contender, Roofline, Share, Trace
 from kernelgraft.bench.trace import coverage_line
 from kernelgraft.bench.trace_kernels import LIBRARIES
 from kernelgraft.report.wording import REGIMES, UNKNOWN, figures, make_table, number
@@ -37,21 +37,21 @@ SHARE_HEADINGS = ["operator", "module", "%", "calls", "µs a call"]
 NO_PATH = "(no module)"
 
 
-def gpu_tables(bench: BenchResult) -> list[RenderableType]:
+def gpu_tables(contenders: Sequence[Contender]) -> list[RenderableType]:
     """The contenders' GPU time, what it means, and what is not covered yet; empty where nothing was traced."""
-    rows = list(gpu_rows(bench))
+    rows = list(gpu_rows(contenders))
     if not rows:
         return []
     made: list[RenderableType] = [make_table("GPU time", GPU_HEADINGS, rows, numbers=range(2, 8))]
-    made.append(Group(*map(Text, trace_lines(bench))))
-    for title, shares in share_tables(bench, libraries=False):
+    made.append(Group(*map(Text, trace_lines(contenders))))
+    for title, shares in share_tables(contenders, libraries=False):
         made.append(make_table(title, SHARE_HEADINGS, share_rows(shares), numbers={2, 3, 4}, folded={0, 1}))
     return made
 
 
-def gpu_rows(bench: BenchResult) -> Iterable[list[str]]:
+def gpu_rows(contenders: Sequence[Contender]) -> Iterable[list[str]]:
     """Cells: one row a contender and regime of which a trace or a roofline is known."""
-    for contender in bench.contenders:
+    for contender in contenders:
         for regime in REGIMES:
             trace, roofline = trace_of(contender, regime), roofline_of(contender, regime)
             if trace is None and roofline is None:
@@ -83,13 +83,13 @@ def step_ms(trace: Trace, value: float) -> float:
     return value / trace.tokens if trace.regime == "decode" else value
 
 
-def trace_lines(bench: BenchResult) -> list[str]:
+def trace_lines(contenders: Sequence[Contender]) -> list[str]:
     """Coverage in the agreed words, what the graft replaced, what is left to libraries, and the roofline."""
     lines = []
-    for contender in bench.contenders:
+    for contender in contenders:
         for trace in contender.traces:
             lines += [f"{contender.name}, {trace.regime}: {line}" for line in _lines_of(contender, trace)]
-    lines += roofline_lines(bench)
+    lines += roofline_lines(contenders)
     return lines
 
 
@@ -115,10 +115,10 @@ def languages_text(trace: Trace) -> str:
     return ", ".join(f"{LANGUAGES.get(name, name)} {percent:.1f} %" for name, percent in ordered if percent)
 
 
-def roofline_lines(bench: BenchResult) -> Iterable[str]:
+def roofline_lines(contenders: Sequence[Contender]) -> Iterable[str]:
     """One line a regime: what limits a step, and how near each contender came."""
     for regime in REGIMES:
-        found = [(c.name, r) for c in bench.contenders if (r := roofline_of(c, regime)) is not None]
+        found = [(c.name, r) for c in contenders if (r := roofline_of(c, regime)) is not None]
         if found:
             reached = ", ".join(f"{name} {roofline.percent:.1f} %" for name, roofline in found)
             yield f"{limit_text(found[0][1])}; of it {reached}"
@@ -139,15 +139,15 @@ def memory_bound(r: Roofline) -> bool:
     return r.bytes_per_step / (r.bandwidth_gb_s * 1e9) >= r.flops_per_step / (r.tflops * 1e12)
 
 
-def share_tables(bench: BenchResult, *, libraries: bool = True) -> Iterable[tuple[str, tuple[Share, ...]]]:
+def share_tables(contenders: Sequence[Contender], *, libraries: bool = True) -> Iterable[tuple[str, tuple[Share, ...]]]:
     """Title and shares: what no kernel serves yet, and what is left to libraries; of the graft, or of the original."""
-    graft = bench.contender(GRAFTED)
-    chosen = bench.contenders[0] if graft is None or not graft.traces else graft
-    for trace in chosen.traces:
+    traced = [c for c in contenders if c.traces]
+    chosen = [c for c in traced if c.name == GRAFTED] or traced[:1]
+    for name, trace in ((c.name, trace) for c in chosen for trace in c.traces):
         if trace.uncovered:
-            yield f"Not covered: {chosen.name}, {trace.regime}", trace.uncovered
+            yield f"Not covered: {name}, {trace.regime}", trace.uncovered
         if libraries and trace.libraries:
-            yield f"Left to libraries: {chosen.name}, {trace.regime}", trace.libraries
+            yield f"Left to libraries: {name}, {trace.regime}", trace.libraries
 
 
 def share_rows(shares: Iterable[Share]) -> Iterable[list[str]]:
