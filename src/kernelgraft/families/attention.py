@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from kernelgraft.families.attention_calls import SINKS, Bound, Keywords, bind, classify, probe
-from kernelgraft.families.attention_reference import Closeness, body, compare, make_mask
+from kernelgraft.families.attention_reference import Closeness, body, compare, make_mask, seeing
 from kernelgraft.families.base import Call, Distribution, Family, Recognition, Rejection, Seat
 from kernelgraft.families.points import LARGEST_ELEMENTS, holds
 from kernelgraft.families.probe import PROBE_DTYPES, draw
@@ -181,7 +181,8 @@ class Attention(Family):
         seat = self.seat(semantics)
         with torch.no_grad():
             seat.factory(bound.call.original, select, **seat.constants)(*bound.call.args, **bound.call.kwargs)
-        return compare(source, inputs, bound.output) if inputs else None
+        rows = seeing(bound.mask, len(bound.query)) if masked else None
+        return compare(source, inputs, bound.output, rows) if inputs else None
 
     def seat(self, semantics: dict[str, Any]) -> Seat:
         """See `Family.seat`."""

@@ -77,14 +77,23 @@ class Closeness:
 FAR = Closeness(original=float("inf"), reference=float("inf"), difference=float("inf"), limit=0.0)
 
 
-def compare(source: str, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> Closeness:
-    """Judge an output of the original for these inputs by the reference in `source`."""
+def compare(
+    source: str, inputs: Sequence[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None = None
+) -> Closeness:
+    """Judge an output of the original for these inputs by the reference in `source`.
+
+    `rows`: bool [batch, q_len], the queries that are compared; None: all.
+    """
     run = body_function(source)
     with torch.no_grad():
         own = run(*inputs).double()
         with Float64Mode():
             oracle = run(*(x.double() if x.is_floating_point() else x for x in inputs))
-    if output.shape != oracle.shape or not bool(output.isfinite().all()):
+    if output.shape != oracle.shape:
+        return FAR
+    if rows is not None:
+        own, oracle, output = own[rows], oracle[rows], output[rows]
+    if not bool(output.isfinite().all()):
         return FAR
     scale = float(oracle.norm()) or 1.0
     return Closeness(
@@ -93,6 +102,17 @@ def compare(source: str, inputs: Sequence[torch.Tensor], output: torch.Tensor) -
         difference=float((own - output.double()).abs().max()),
         limit=LARGEST_ERROR.get(output.dtype, 0.0),
     )
+
+
+def seeing(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Queries that a mask lets see a key in every head, bool [batch, q_len]; None without a mask.
+
+    What comes out for the others (padding on the left) nobody uses, and libraries differ: zeros, NaN, some mean.
+    """
+    if mask is None:
+        return None
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return visible.any(dim=-1).all(dim=1).expand(batch, -1)
 
 
 def make_mask(

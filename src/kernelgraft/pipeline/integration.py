@@ -23,12 +23,15 @@ from kernelgraft.pipeline.ranks import led
 from kernelgraft.pipeline.researching import Bound, Compute, axes_of, research
 from kernelgraft.pipeline.seating import Policy
 from kernelgraft.pipeline.selection import select
+from kernelgraft.pipeline.threads import threads_at_most
 from kernelgraft.pipeline.verifying import Judges, Task
 from kernelgraft.records import Contribution, Graft, MachineCard, Plan, Research, Seat
 from kernelgraft.store import Inventory
 from kernelgraft.suppliers.base import Supplier
 
 USUAL = Use()
+RESEARCH_THREADS = 4
+"""Research computes small things on the CPU, while the judges' processes start."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def run_integration(
         return Integration(None, Plan(model=card, rows=(), already=done), graft, done)
     # On a GPU there are many cores, and what a judge's process imports takes as long as the research.
     with Judges(options, device=card.device, jobs=jobs, fresh=fresh, early=card.device.startswith("cuda")) as judges:
-        record, computes = research(loaded, inventory, progress=progress)
+        with threads_at_most(RESEARCH_THREADS):
+            record, computes = research(loaded, inventory, progress=progress)
         if not computes:
             raise NothingToPatch(f"`{card.name}` has no site that a kernel could take: see `kernelgraft research`")
         found = planning.candidates(computes, chosen, here, languages=languages)

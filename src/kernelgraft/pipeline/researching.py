@@ -26,6 +26,9 @@ from kernelgraft.suppliers.ours import INTERPRET
 SHORT_PROMPT = "The capital"
 """Beside `PROMPT` in the left-padded batch."""
 NEW_TOKENS = 4
+NOT_CALLED, NO_FAMILY = "not called while generating", "no family"
+UNREMARKABLE = (NOT_CALLED, NO_FAMILY)
+"""Reasons for leaving a site that are no news; they are in the record."""
 LARGE_PARAMETER = 1 << 20
 """Parameters of more elements are neither copied nor stored with each call that reads them; the model has them."""
 
@@ -120,7 +123,7 @@ def foreign_patch(model: nn.Module, site: Site) -> str | None:
 def recognise(site: Site, calls: Sequence[Call]) -> tuple[Recognition | None, str | None]:
     """Ask each family that knows this kind of site; the first that recognises it has it. Else the reasons given."""
     if not calls:
-        return None, "not called while generating"
+        return None, NOT_CALLED
     written = sorted({name for call in calls for name in call.mutated})
     if written:
         return None, f"writes into its arguments in place: {', '.join(written)}"
@@ -134,7 +137,7 @@ def recognise(site: Site, calls: Sequence[Call]) -> tuple[Recognition | None, st
             return found, None
         if isinstance(found, Rejection):
             reasons.append(f"{found.family}: {found.reason}")
-    return None, "; ".join(reasons) or "no family"
+    return None, "; ".join(reasons) or NO_FAMILY
 
 
 def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silent) -> tuple[Research, list[Compute]]:
@@ -159,6 +162,8 @@ def research(loaded: Loaded, inventory: Inventory, *, progress: Progress = silen
             recognition, reason = None, f"already patched by `{package}`"
         else:
             recognition, reason = recognise(site, calls)
+        if recognition is None and reason not in UNREMARKABLE:
+            progress("research", done, len(sites), f"{site.key} is left: {reason}")
         counts: dict[str, int] = {regime: n for regime, n in captured.counts.get(site.key, {}).items()}
         row = ResearchRow(site=site, calls=counts, reason=reason)
         if recognition is not None:

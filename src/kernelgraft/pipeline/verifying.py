@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from kernelgraft.evaluate import Captured, Judge, JudgeOptions
 from kernelgraft.families.base import Family
 from kernelgraft.pipeline import verdicts
 from kernelgraft.pipeline.progress import Progress, silent
+from kernelgraft.pipeline.threads import threads_at_most
 from kernelgraft.records import Definition, Evaluation, Solution, Status
 
 CORES_LEFT = 2
@@ -113,7 +114,7 @@ class Judges:
         for definition in {tasks[i].definition.name: tasks[i].definition for i in left}.values():
             # Traces an operator graph, for which torch changes its own functions: not while other threads use them.
             self._family(definition.meta.family).reduced(definition)
-        with _one_thread(), closing(self._started(tasks, left)) as results:
+        with threads_at_most(1), closing(self._started(tasks, left)) as results:
             for index, evaluation in results:
                 found[index] = evaluation
                 verdicts.keep(names[index], evaluation)
@@ -204,14 +205,3 @@ def said(evaluation: Evaluation) -> str:
     seconds = "" if evaluation.seconds is None else f" ({evaluation.seconds:.1f} s)"
     verdict = "is right" if evaluation.status is Status.PASSED else evaluation.reason or evaluation.status.value
     return f"{evaluation.solution} {verdict}{seconds}"
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread per operator: the parallelism is between the Solutions."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
