@@ -296,13 +296,20 @@ def test_what_each_compute_gains_is_shown_with_its_interval() -> None:
     text = shown(report.graft_table(ablated()), 80)
     assert max(map(len, text.splitlines())) <= 80
     (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["all"])
-    assert row == ["all", "decode,", "batch", "1", "10.0", "12.5", "+20.0", "+2.25", "to", "+2.75"]
+    assert row == ["all", "decode", "×1", "10.0", "12.5", "+20.0", "+2.25", "to", "+2.75"]
     page = report.markdown(ablated(), None, None)
     norm = "| rms_norm (norm) | decode, batch 1 | 10.0 | 12.0 | +16.7 | +1.80 to +2.20 |"
     assert norm in page
     assert "| gated_mlp (mlp) | prefill of 512, batch 1 | 10.0 | 9.50 | -5.3 | -0.600 to -0.400 |" in page
     assert "## Contributions" not in report.markdown(GRAFT, None, None)
     assert report.result(ablated(), None, {})["contributions"][0]["off_ms"] == 12.5
+
+
+def test_computes_of_a_family_are_told_apart() -> None:
+    assert report.compute_name("rms_norm", ["model.layers.*.q_norm"]) == "rms_norm (q_norm)"
+    assert report.compute_name("rope", ["model.layers.*.self_attn.forward:rotate"]) == "rope (rotate)"
+    assert report.compute_name("norm", ["a.b", "a.c", "d.b"]) == "norm (b and 1 more)"
+    assert report.compute_name("all", []) == "all"
 
 
 def test_every_measured_time_is_in_the_page() -> None:

@@ -92,7 +92,7 @@ def test_a_plot_says_its_figures_to_those_who_do_not_see_it() -> None:
     assert "model.layers.*.mlp 200 to 100" in said["modules_decode"]
     assert "in all 6.10 ms to 5.40 ms" in said["modules_prefill"]
     assert "kernelgraft decode 61 %" in said["roofline"]
-    assert "rms_norm, prefill 20.0 to 12.0, rms_norm, decode 10.0 to 10.0" in said["computes"]
+    assert "rms_norm (norm), prefill 20.0 to 12.0, rms_norm (norm), decode 10.0 to 10.0" in said["computes"]
 
 
 @needs_matplotlib
@@ -109,10 +109,16 @@ def test_the_bars_are_the_figures() -> None:
 
 @needs_matplotlib
 def test_gains_and_losses_are_drawn_with_their_intervals() -> None:
+    from matplotlib.colors import to_hex
+
     text, figure = plots.figures_of(Job(ablated()))["contributions"]
     assert "all, decode, batch 1 +20.0 %" in text and "gated_mlp (mlp), prefill of 512, batch 1 -5.3 %" in text
     axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([20.0, 100 / 6, -100 / 19])
+    noise = ablated().contributions[0].model_copy(update={"interval_ms": (-0.1, 5.1)})
+    _, other = plots.figures_of(Job(GRAFT.model_copy(update={"contributions": (noise,)})))["contributions"]
+    colours = [to_hex(bar.get_facecolor()) for bar in (*axes.patches, *other.axes[0].patches)]
+    assert colours == [drawings.AFTER, drawings.AFTER, drawings.LOSS, drawings.BEFORE]
     segments = axes.collections[0].get_segments()
     assert segments[0][:, 0].tolist() == pytest.approx([18.0, 22.0])
     low, high = axes.get_xlim()

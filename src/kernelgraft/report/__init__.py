@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernelgraft.report.benches import bench_lines, bench_table, throughput_line
 from kernelgraft.report.documents import markdown
 from kernelgraft.report.files import job_tables, write, write_page, write_plots
-from kernelgraft.report.grafts import graft_line, graft_table, leading_seats, leading_solution
+from kernelgraft.report.grafts import compute_name, graft_line, graft_table, leading_seats, leading_solution
 from kernelgraft.report.job import Job, read
 from kernelgraft.report.kernels import compile_table, tuning_table
 from kernelgraft.report.pages import page
@@ -22,6 +22,7 @@ __all__ = [
     "bench_table",
     "can_plot",
     "compile_table",
+    "compute_name",
     "doctor_table",
     "figure_text",
     "graft_line",

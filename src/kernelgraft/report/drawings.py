@@ -9,7 +9,7 @@ from kernelgraft.bench.names import COMPILED, GRAFTED, ORIGINAL
 from kernelgraft.bench.result import BenchResult, Contender, Trace
 from kernelgraft.records import Graft
 from kernelgraft.report.cells import Cell, contenders_of, over, setting_text, settings_of
-from kernelgraft.report.grafts import contribution_name, leading_seats, point_text
+from kernelgraft.report.grafts import compute_name, contribution_name, leading_seats, point_text
 from kernelgraft.report.traces import NO_PATH, roofline_of, step_ms, trace_of
 from kernelgraft.report.wording import REGIMES, figures
 
@@ -70,7 +70,7 @@ def modules(contenders: Sequence[Contender], regime: str, title: str) -> tuple[s
     rows = module_times(before, after)
     unit = "a decode step" if regime == "decode" else "the prefill"
     label = f"GPU µs of {unit}, by module"
-    figure = _pairs(rows, label)
+    figure = _pairs(rows, [_end(row[0]) for row in rows], label)
     figure.axes[0].set_title(title, fontsize=10, loc="left")
     total = [figures(1e-3 * step_ms(trace, trace.kernel_us)) for trace in (before, after)]
     said = ", ".join(f"{name} {figures(old)} to {figures(new)}" for name, old, new in rows)
@@ -108,18 +108,22 @@ def computes(graft: Graft) -> tuple[str, Figure] | None:
         for regime, seat in leading_seats(patch).items():
             if seat.original_us is not None:
                 ours = seat.solution_us if seat.seated and seat.solution_us is not None else seat.original_us
-                rows.append((f"{patch.family}, {regime}", seat.original_us, ours))
+                name = compute_name(patch.family, (site.key for site in patch.sites))
+                rows.append((f"{_short(name, LONGEST_LABEL)}, {regime}", seat.original_us, ours))
     if not rows:
         return None
     label = "µs of one call in the model, by compute"
     said = ", ".join(f"{name} {figures(old)} to {figures(new)}" for name, old, new in rows)
-    figure = _pairs(rows, label)
+    figure = _pairs(rows, [row[0] for row in rows], label)
     figure.axes[0].set_title(graft.model.name, fontsize=10, loc="left")
     return f"{label}, original to graft: {said}.", figure
 
 
 def contributions(graft: Graft) -> tuple[str, Figure] | None:
-    """Bars: what the whole model gains by each compute, in per cent, with the interval; None if not measured."""
+    """Bars: what the whole model gains by each compute, in per cent, with the interval; None if not measured.
+
+    Grey where the interval holds zero.
+    """
     found = graft.contributions
     if not found:
         return None
@@ -129,7 +133,7 @@ def contributions(graft: Graft) -> tuple[str, Figure] | None:
     high = [100 * c.interval_ms[1] / c.off_ms - c.gain_percent for c in found]
     errors = [[max(value, 0.0) for value in side] for side in (low, high)]
     rows = range(len(found))
-    axes.barh(rows, gains, height=0.66, color=[AFTER if gain > 0 else LOSS for gain in gains])
+    axes.barh(rows, gains, height=0.66, color=[_verdict_colour(*c.interval_ms) for c in found])
     axes.errorbar(gains, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
     ends = [gain + error for gain, error in zip(gains, errors[1], strict=True)]
     for row, (gain, end) in enumerate(zip(gains, ends, strict=True)):
@@ -143,13 +147,17 @@ def contributions(graft: Graft) -> tuple[str, Figure] | None:
     least, most = min(0.0, *starts), max(0.0, *ends)
     axes.set_xlim(least - 0.03 * (most - least), most + 0.12 * (most - least) or 1.0)
     axes.axvline(0.0, color=INK, linewidth=1)
-    axes.set_xlabel("% of the time without it")
+    axes.set_xlabel("% of the time without it; grey: within the noise")
     axes.set_title(graft.model.name, fontsize=10, loc="left")
     said = ", ".join(f"{', '.join(name)} {gain:+.1f} %" for name, gain in zip(names, gains, strict=True))
     return f"What the whole model gains by each compute: {said}.", figure
 
 
-def _pairs(rows: list[tuple[str, float, float]], label: str) -> Figure:
+def _verdict_colour(low: float, high: float) -> str:
+    return AFTER if low > 0 else LOSS if high < 0 else BEFORE
+
+
+def _pairs(rows: list[tuple[str, float, float]], names: list[str], label: str) -> Figure:
     figure, axes = _sheet(0.46 * len(rows) + 1.2)
     befores, afters = [row[1] for row in rows], [row[2] for row in rows]
     for shift, colour, name, values in ((-0.19, BEFORE, "original", befores), (0.19, AFTER, GRAFTED, afters)):
@@ -157,7 +165,7 @@ def _pairs(rows: list[tuple[str, float, float]], label: str) -> Figure:
         axes.barh(places, values, height=0.36, color=colour, label=name)
         for place, value in zip(places, values, strict=True):
             axes.annotate(figures(value), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    _rows(axes, [_end(row[0]) for row in rows], max(*befores, *afters) * 1.12)
+    _rows(axes, names, max(*befores, *afters) * 1.12)
     axes.set_xlabel(label)
     axes.legend(loc="lower right")
     return figure

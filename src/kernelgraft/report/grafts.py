@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -140,13 +141,20 @@ def contribution_rows(graft: Graft) -> Iterable[list[str]]:
 
 
 def contribution_name(c: Contribution) -> str:
-    """The family and the ends of its sites' paths; the whole graft is `all`."""
-    ends = dict.fromkeys(site.rpartition(".")[2] for site in c.sites)
-    return c.family + (f" ({', '.join(ends)})" if ends else "")
+    """The compute; the whole graft is `all`."""
+    return compute_name(c.family, c.sites)
+
+
+def compute_name(family: str, sites: Iterable[str]) -> str:
+    """`rms_norm (q_norm)`: the family and what its sites' keys end with, so that two of a family can be told apart."""
+    ends = list(dict.fromkeys(re.split(r"[.:]", site)[-1] for site in sites))
+    more = f" and {len(ends) - 1} more" if len(ends) > 1 else ""
+    return family + (f" ({ends[0]}{more})" if ends else "")
 
 
 def contribution_table(graft: Graft) -> RenderableType:
     """The same as a table for a terminal."""
-    rows = contribution_rows(graft)
+    # Short, so that 80 columns are enough.
+    rows = ([row[0], row[1].replace(", batch ", " ×"), *row[2:]] for row in contribution_rows(graft))
     title = "What each compute does for the whole model: switched off, the rest on"
     return make_table(title, CONTRIBUTION_HEADINGS, rows, numbers=range(2, 6), folded={0})

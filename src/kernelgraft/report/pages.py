@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -192,7 +193,7 @@ def _cell_sections(cells: Cells, drawn: Drawn) -> list[Section]:
 def _bench_sections(bench: BenchResult, drawn: Drawn) -> list[Section]:
     contenders = _section("Contenders", drawn, ["throughput"])
     contenders.tables.append(Table("Contenders", one_line(BENCH_HEADINGS), list(bench_rows(bench)), range(1, 8)))
-    contenders.lines = bench_lines(bench)
+    contenders.lines = [re.sub(": +", ": ", line, count=1) for line in bench_lines(bench)]  # no columns here
     made = [contenders, _gpu_section(bench.contenders, drawn), _section("Roofline", drawn, ["roofline"])]
     return [*made, _ran_section(bench.contenders)]
 
