@@ -132,6 +132,8 @@ def cell(
         "peak_memory_bytes": side.peak_memory_bytes,
         "pairs": len(side.runs),
         "repeats": lap.repeats,
+        "busy_cores": lap.busy_cores,
+        "host_share": host_share(lap, name),
         "load_s": side.load_s,
         "warmup_s": side.warmup_s,
     }
@@ -146,6 +148,13 @@ def cell(
         if other != name and (other == ORIGINAL or name == GRAFTED)
     }
     return answer
+
+
+def host_share(lap: Lap, name: str) -> float | None:
+    """CPU time of the thread that generates over the time of generating: near 1 where the GPU is never waited for."""
+    answers = [a for pair in lap.runs[name] for a in pair if "host_s" in a]
+    whole = sum(a["stamps_s"][-1] for a in answers)
+    return sum(a["host_s"] for a in answers) / whole if whole else None
 
 
 def ratios(regime: str, race: Race, lap: Lap, other: str, name: str) -> dict[str, Any]:
@@ -263,7 +272,7 @@ class Program:
         if GRAFTED in self.options.contenders and not (folder / "graft.json").is_file():
             say("  integrating", self.began)
             why = integrated(
-                model, folder, self.options.device, self.options.dtype, max(until - machine.clock(), 5) * 0.6
+                model, folder, self.options.device, self.options.dtype, max(until - machine.clock(), 5) * 0.8
             )
         race = self.race(model)
         race.limit(max(self.left, 10))

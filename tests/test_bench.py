@@ -495,7 +495,7 @@ def test_an_end_of_text_token_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch
 def test_forced_logits_are_those_of_the_given_tokens(tmp_path: Path) -> None:
     own = session()
     tokens = torch.tensor(own.generate()["tokens"])
-    tokens[:, 1] = (tokens[:, 1] + 1) % 50
+    tokens[:, 1] = (tokens[:, 1] + torch.tensor([1, 2])) % 50
     said = own.logits(
         {"tokens": tokens.tolist(), "rows": [1, 0], "needed": 0, "steps": None, "file": str(tmp_path / "logits")}
     )
@@ -690,6 +690,28 @@ def test_differences_name_what_stands_where(monkeypatch: pytest.MonkeyPatch) -> 
         "transformers.models.llama.modeling_llama.LlamaMLP.forward",
         "transformers.models.llama.modeling_llama.apply_rotary_pos_emb: torch.nn.functional.silu",
     ]
+
+
+def test_busy_cores_are_counted() -> None:
+    code = "import time; end = time.time() + 20\nwhile time.time() < end: pass"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        found = machine.busy_cores(1.0)
+    finally:
+        process.kill()
+        process.wait()
+    assert found is not None
+    assert 0.3 < found <= (os.cpu_count() or 1) + 0.1
+
+
+def test_a_busy_machine_is_waited_for(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([3.0, 2.0, 0.4])
+    monkeypatch.setattr(machine, "busy_cores", lambda seconds: next(loads))
+    assert fake.run(pairs=1, warmup_runs=1, device="cuda").setting.busy_cores == 0.4
+    monkeypatch.setattr(machine, "busy_cores", lambda seconds: 3.0)
+    assert fake.run(pairs=1, warmup_runs=1).setting.busy_cores == 3.0, "on a CPU it is only told"
+    monkeypatch.setattr(race, "PATIENCE_S", 0.05)
+    assert fake.run(pairs=1, warmup_runs=1, device="cuda").setting.busy_cores == 3.0
 
 
 def test_peak_memory_is_the_process_own() -> None:

@@ -103,6 +103,24 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def busy_cores(seconds: float) -> float | None:
+    """How many cores of this machine were busy on average over the next `seconds`; None where it cannot be told."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+
+    def spent() -> tuple[int, int]:
+        ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without what was idle or waited for a disk
+
+    busy, whole = spent()
+    time.sleep(seconds)
+    busy_after, whole_after = spent()
+    if whole_after == whole:
+        return None
+    return (busy_after - busy) / (whole_after - whole) * (os.cpu_count() or 1)
+
+
 def free_memory_bytes(device: torch.device) -> int | None:
     """Memory that is free on a GPU or in this machine, in bytes; None if it cannot be told."""
     if device.type == "cuda":

@@ -27,6 +27,11 @@ from kernelgraft.errors import KernelgraftError, UnreachedError
 TURN_S = 0.5
 """A pair repeats short runs, still in turns, until each model has run about this long, so that noise averages out."""
 LARGEST_REPEATS = 20
+LOOK_S = 0.25
+"""How long to look whether the machine is quiet before the first round."""
+QUIET_CORES = 1.0
+PATIENCE_S = 5.0
+"""How long to wait on a GPU machine for other work to end: the host is what most decode steps wait for."""
 
 Answer = dict[str, Any]
 
@@ -52,6 +57,8 @@ class Lap:
     warm: dict[str, list[Answer]]
     runs: dict[str, list[list[Answer]]]
     """Per contender and pair, the answers of its repeats."""
+    busy_cores: float | None = None
+    """Of this machine just before the first round, when none of the contenders works; None if it cannot be told."""
     rows: list[int] = field(default_factory=list)
     """Sequences whose logits were compared."""
     logits: dict[str, Path] = field(default_factory=dict)
@@ -181,6 +188,7 @@ class Race:
         wanted = [name for name in self.active if not names or name in names]
         set_up = dict(self._each(lambda name: self.configure(name, leg), wanted))
         warm = self._warm([name for name in wanted if name in self.active], warmup_runs)
+        busy = self._quiet()
         repeats = repeats_for(warm[ORIGINAL][-1]["stamps_s"][-1])
         runs: dict[str, list[list[Answer]]] = {name: [] for name in wanted if name in self.active}
         for pair in range(pairs):
@@ -199,7 +207,14 @@ class Race:
                 runs[name].append(said[name])
         first = set_up[ORIGINAL]
         assert first is not None
-        return Lap(leg, first["prompt_tokens"], repeats, warm, runs)
+        return Lap(leg, first["prompt_tokens"], repeats, warm, runs, busy)
+
+    def _quiet(self) -> float | None:
+        """How many cores are busy with other things; on a GPU machine after waiting a little for them to end."""
+        until = machine.clock() + (PATIENCE_S if self._together else 0)
+        while (busy := machine.busy_cores(LOOK_S)) is not None and busy > QUIET_CORES and machine.clock() < until:
+            self._step(f"waiting: {busy:.1f} cores are busy with something else")
+        return busy
 
     def _warm(self, names: Sequence[str], runs: int) -> dict[str, list[Answer]]:
         """Run each contender `runs` times: all compilation and tuning.

@@ -31,6 +31,8 @@ class Setting(Record):
     """Calls of `generate` by each model in one pair, in turns; more than one where a call is short."""
     warmup_runs: int
     """Per process, before the first pair."""
+    busy_cores: float | None = None
+    """Of this machine just before the first pair, when no contender worked: more than one disturbs what is measured."""
     seed: int
     """Of random weights, and of the bootstrap."""
 

@@ -110,6 +110,7 @@ def bench(
             threads=first["threads"],
             pairs=pairs,
             repeats=lap.repeats,
+            busy_cores=lap.busy_cores,
             warmup_runs=warmup_runs,
             seed=seed,
         ),

@@ -166,12 +166,13 @@ class Session:
             )
 
     def generate(self) -> dict[str, Any]:
-        """One run: seconds from its start to each token, the tokens [batch, new tokens], and the peak memory."""
+        """One run: seconds from its start to each token, the tokens [batch, new tokens], the peak memory, CPU time."""
         cuda = self.ids.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.ids.device)
             torch.cuda.synchronize(self.ids.device)
         stamps = Stamps(len(self.ids), self.ids.device)
+        began = machine.thread_cpu_clock()
         try:
             out = self._generate(self._config(self.new_tokens), stopping_criteria=StoppingCriteriaList([stamps]))
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
@@ -179,11 +180,13 @@ class Session:
                 raise
             reason = " ".join(str(error).split())
             raise UsageError(f"`{self.card.name}` cannot generate with a static cache: {reason}") from error
+        spent = machine.thread_cpu_clock() - began
         peak = torch.cuda.max_memory_allocated(self.ids.device) if cuda else machine.peak_memory_bytes()
         return {
             "stamps_s": stamps.seconds(),
             "tokens": out[:, self.ids.shape[1] :].tolist(),
             "peak_memory_bytes": peak,
+            "host_s": spent,
         }
 
     def logits(self, order: dict[str, Any]) -> dict[str, Any]:
