@@ -672,6 +672,7 @@ def test_what_a_peer_cannot_do_is_told(peer: Any, text: str, words: str) -> None
 
 
 def test_differences_name_what_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.llama import modeling_llama
 
     model = small()
@@ -682,7 +683,9 @@ def test_differences_name_what_stands_where(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", F.silu)
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", modeling_llama.LlamaMLP.forward)
     monkeypatch.setattr(F, "cross_entropy", F.silu)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", F.silu)
     assert sorted(differences(before, facts(model))) == [
+        "attention function `sdpa`: torch.nn.functional.silu",
         "model.layers.*.mlp.forward: a copy of its class's own with other names in it",
         f"model.layers.*.mlp.forward: {__name__}.test_differences_name_what_stands_where.<locals>.<lambda>",
         "torch.nn.functional.cross_entropy: torch.nn.functional.silu",
