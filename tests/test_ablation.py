@@ -98,6 +98,21 @@ def test_a_single_patch_is_the_whole(loaded: Loaded, graft: Graft, clocked: dict
     assert all(c.gain_ms == pytest.approx(1.0, abs=0.01) for c in found if c.batch == 1)
 
 
+def test_the_first_round_with_its_compilation_does_not_count(
+    loaded: Loaded, graft: Graft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Point] = []
+
+    def times(model: nn.Module, ids: torch.Tensor, point: Point) -> ablation.Times:
+        calls.append(point)
+        return {("decode", point): 1000.0 if len(calls) <= 4 * 3 else 10.0}
+
+    monkeypatch.setattr(ablation, "_times", times)
+    found = ablation.ablate(loaded, graft, USE, rounds=3)
+    assert {(c.on_ms, c.off_ms) for c in found} == {(10.0, 10.0)}
+    assert len(calls) == 4 * 4 * 3
+
+
 def test_the_model_really_generates(loaded: Loaded, graft: Graft) -> None:
     before = {n: set(vars(m)) for n, m in loaded.model.named_modules()}
     found = ablation.ablate(loaded, graft, USE, rounds=3, budget_s=0.0)

@@ -12,7 +12,7 @@ import torch
 from kernelgraft import evaluate, pipeline
 from kernelgraft.errors import UsageError
 from kernelgraft.families.base import Recognition
-from kernelgraft.pipeline import graphs, measuring, points, seating
+from kernelgraft.pipeline import graphs, measuring, planning, points, seating
 from kernelgraft.pipeline.points import BASE, Point, Use
 from kernelgraft.pipeline.researching import Compute
 from kernelgraft.records import Evaluation, Guard, Solution, SourceFile, Status
@@ -217,3 +217,9 @@ def test_integrate_seats_every_point(loaded: Any) -> None:
     assert ("decode", 1, 16) in {(s.regime, s.batch, s.prompt_tokens) for s in attention.seats}
     assert any(f"1×{1 << 20} is left out" in line for line in heard)
     assert graft.end_to_end is not None and graft.end_to_end.tokens_equal
+
+    def done(use: Use) -> bool:
+        return planning.measured_for(graft, use, "cpu")
+
+    assert done(Use()) and done(Use(batches=(2,), prefills=(16,)))
+    assert not done(Use(batches=(4,))) and not done(Use(prefills=(64,))) and not done(Use(mode="graph"))

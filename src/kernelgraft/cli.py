@@ -213,7 +213,7 @@ def integrate(
 
         def work(loaded: Loaded) -> Any:
             card = model_card(loaded.model, loaded.ref.spec)
-            done, graft = pipeline.already(loaded.model, card, machine.read(), inventory)
+            done, graft = pipeline.already(loaded.model, card, machine.read(), inventory, use)
             if done and not force:
                 people.print(f"{done}; --force redoes it")
                 return graft

@@ -112,7 +112,7 @@ def run_integration(
     """
     card, here = model_card(loaded.model, loaded.ref.spec), machine.read()
     chosen = _suppliers(suppliers, here)
-    done, graft = planning.already(loaded.model, card, here, inventory)
+    done, graft = planning.already(loaded.model, card, here, inventory, use)
     if done and graft and not force:
         return Integration(None, Plan(model=card, rows=(), already=done), graft, done)
     # On a GPU there are many cores, and what a judge's process imports takes as long as the research.

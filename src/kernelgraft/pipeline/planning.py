@@ -10,6 +10,7 @@ from torch import nn
 
 from kernelgraft.errors import RecordError
 from kernelgraft.patch import find_applied
+from kernelgraft.pipeline.points import BASE, Use
 from kernelgraft.pipeline.researching import Compute
 from kernelgraft.records import CandidateRow, Definition, Graft, MachineCard, ModelCard, Plan, PlanRow, Solution
 from kernelgraft.store import Inventory
@@ -114,9 +115,11 @@ def _for_definition(
 
 
 def already(
-    model: nn.Module, card: ModelCard, machine: MachineCard, inventory: Inventory
+    model: nn.Module, card: ModelCard, machine: MachineCard, inventory: Inventory, use: Use | None = None
 ) -> tuple[str | None, Graft | None]:
     """What makes the job done: a graft on this very model, or one on disk for the same model, versions and machine.
+
+    One on disk must also have been measured for the `use`, as far as that asks for something.
 
     Returns what to say, and the graft where there is one.
     """
@@ -124,7 +127,7 @@ def already(
         families = ", ".join(dict.fromkeys(p.family for p in applied.graft.accepted))
         return f"`{card.name}` is already grafted ({families})", applied.graft
     graft = inventory.load_record("graft", Graft) if inventory.has_record("graft") else None
-    if graft and same_job(graft, card, machine):
+    if graft and same_job(graft, card, machine) and measured_for(graft, use, card.device):
         return f"`{card.name}` has a graft on disk for this model, these versions and this machine", graft
     return None, None
 
@@ -137,6 +140,15 @@ def same_job(graft: Graft, card: ModelCard, machine: MachineCard) -> bool:
         and (here.cpu, here.cores, here.gpu, here.gpu_driver) == (there.cpu, there.cores, there.gpu, there.gpu_driver)
         and here.versions == there.versions
     )
+
+
+def measured_for(graft: Graft, use: Use | None, device: str) -> bool:
+    """True if a graft holds times for every batch and prompt length that is asked for, taken in the same way."""
+    if use is None:
+        return True
+    asked = [p for p in use.points(device) if p != BASE] if use.batches or use.prefills else []
+    seats = {(s.batch, s.prompt_tokens) for p in graft.patches for s in p.seats}
+    return graft.mode == use.mode and all((p.batch, p.prompt_tokens) in seats for p in asked)
 
 
 def make_plan(card: ModelCard, found: Candidates, inventory: Inventory) -> Plan:
