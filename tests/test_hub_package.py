@@ -232,8 +232,20 @@ def test_linears_of_one_input_become_one_and_functions_have_their_kernels(
     assert not hasattr(attention, "q_proj")
     with torch.no_grad():
         logits = model(IDS).logits
+    served: list[Any] = []
+    choose = layers.attention.choose_1
+    with pytest.MonkeyPatch.context() as patching, torch.no_grad():
+        # What is looked up is remembered by name, and the seat holds its chooser: a new object asks for it again.
+        patching.setattr(layers.attention, "choose_1", lambda *a: served.append(choose(*a)) or served[-1])
+        fresh = layers.InterfaceProxy(layers.ALL_ATTENTION_FUNCTIONS, layers.LlamaAttentionKernel_attention)
+        patching.setattr(layers, "LlamaAttentionKernel_ALL_ATTENTION_FUNCTIONS", fresh)
+        model.generate(IDS, max_new_tokens=3, do_sample=False)
+    chosen = [kernel is not None and kernel.__name__.startswith("torch_packed_attention_causal") for kernel in served]
+    count = len(model.model.layers)
+    assert chosen == [False] * count + [True] * 2 * count, "that kernel serves one query at a time"
+    assert "attention at" not in (root / "README.md").read_text()
     if inspect.isfunction(layers.apply_rotary_pos_emb):  # the package `kernels` makes it a module
-        served: list[Any] = []
+        served.clear()
         with pytest.MonkeyPatch.context() as patching, torch.no_grad():
             inner = layers.LlamaAttentionKernel_apply_rotary_pos_emb
             assert inner is not layers.apply_rotary_pos_emb
@@ -476,8 +488,10 @@ def test_what_is_there_is_kept(made: Made, package: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="was not written by an export"):
         export(made, tmp_path, overwrite=True)
     assert (tmp_path / "README.md").read_text() == "mine"
-    none = made.graft.model_copy(update={"patches": tuple(p for p in made.graft.patches if p.family == "attention")})
-    with pytest.raises(UsageError, match="has no module to export: attention"):
+    none = made.graft.model_copy(
+        update={"patches": tuple(p for p in made.graft.patches if p.family == "residual_norm")}
+    )
+    with pytest.raises(UsageError, match="has no module to export: residual_norm"):
         export(made, tmp_path / "none", none)
 
 

@@ -94,7 +94,7 @@ def _parted(graft: Graft, skipped: list[str]) -> tuple[list[Patch], list[Patch],
     for patch in graft.accepted:
         skipped += code.unservable(patch)
         ours = [site for site in patch.sites if site.class_name.startswith("transformers.")]
-        for kind, found in (("module", modules), ("function", functions)):
+        for kind, found in (("module", modules), ("function", functions), ("attention", functions)):
             if sites := tuple(site for site in ours if site.kind == kind):
                 found.append(patch.model_copy(update={"sites": sites}))
         for site in ours:
@@ -148,7 +148,7 @@ def _files(
     title = f'"""Kernels of `{repo}`. {HEADER} {VERSION}."""'
     build = {"__init__.py": f'{title}\n\nfrom . import layers\n\n__all__ = ["layers"]\n'}
     build["guards.py"] = render("hub_guards.py.j2", {**common, **_helpers()})
-    build["layers.py"] = render("hub_layers.py.j2", common)
+    build["layers.py"] = render("hub_layers.py.j2", {**common, "proxy": monkey_patch.embedded()["proxy"]})
     needs: set[str] = set()
     for compute in used:
         foreign = [line for line in compute.merged.imports if _root(line) not in ("torch", *sys.stdlib_module_names)]

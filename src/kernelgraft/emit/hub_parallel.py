@@ -2,7 +2,7 @@
 
 Such a module (attention, as a rule) calls several linears on the same tensor and hands the results to functions. Its
 forward is written down anew from its source: one call of a merged linear, split by sizes that the configuration gives,
-and the functions that the graft patched with the graft's dispatch in them.
+and the functions that the graft patched, attention among them, with the graft's dispatch in them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class HubParallel:
     passed: str
     merge: dict[str, Any] | None
     functions: dict[str, list[dict[str, Any]]]
-    """Name of a global function to the seats in it."""
+    """Name of a global to the seats in it."""
+    interfaces: list[str]
+    """Those of the globals through which attention functions are looked up."""
     has_backward: bool = True
     can_torch_compile: bool = False
     tried: str | None = None
@@ -100,15 +102,18 @@ def plan_parallels(
     found = []
     for class_name, paths in classes.items():
         module, cls = code.find_class(class_name)
-        seats = {
-            target.name: [{**seat, "family": compute.family} for seat in target.seats]
+        targets = [
+            (compute.family, target)
             for compute in computes
             for target in compute.targets.values()
-            if target.kind == "function" and any(site.class_name == class_name for site in target.sites)
-        }
+            if target.kind in ("function", "attention") and any(site.class_name == class_name for site in target.sites)
+        ]
+        seats = {t.name: [{**seat, "family": family} for seat in t.seats] for family, t in targets}
         one = _read(module, cls, list(paths), seats)
         if any(inner.startswith(f"{path}.") for path in paths for inner in taken):
             one = "modules in it have kernels of their own, and one replacement cannot lie in another"
+        if not isinstance(one, str):
+            one.interfaces = [t.name for _, t in targets if t.kind == "attention" and t.name in one.functions]
         if isinstance(one, str):
             skipped.append(f"what is patched in `{cls.__name__}`: {one}")
             continue
@@ -158,6 +163,7 @@ def _read(module: str, cls: type, paths: list[str], seats: dict[str, list[dict[s
         passed=init[1],
         merge=None,
         functions={name: group for name, group in seats.items() if name in names},
+        interfaces=[],
     )
 
 

@@ -94,7 +94,7 @@ def write(
     names = [c.family for c in computes]
     files[f"{home}__init__.py"] = render("submodule.py.j2", {**common, "computes": names, "skipped": skipped})
     files[f"{home}config.json"] = small.to_json_string(use_diff=False)
-    files["patching.py"] = render("patching.py.j2", {**common, **_embedded()})
+    files["patching.py"] = render("patching.py.j2", {**common, **embedded()})
     files["checking.py"] = render("checking.py.j2", common)
     files[f"bench_{submodule}.sh"] = render("bench.sh.j2", {**common, **_bench(graft, inventory)})
     files["__init__.py"] = f'"""Kernels for transformers models. {HEADER} {VERSION}."""\n'
@@ -120,7 +120,7 @@ def write_apply(folder: Path, package: str) -> None:
     put(folder / "monkey_patch.py", render("apply.py.j2", context))
 
 
-def _embedded() -> dict[str, str]:
+def embedded() -> dict[str, str]:
     """Code of ours that stands in emitted files as it is."""
     proxy = inspect.getsource(InterfaceProxy).replace("wrap: Wrap", "wrap: Callable[..., Any]")
     return {"proxy": proxy, "source_sha256": inspect.getsource(source_sha256)}
