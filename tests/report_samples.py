@@ -11,6 +11,7 @@ from kernelgraft.bench.result import (
     Coverage,
     Figure,
     Outputs,
+    PatchCalls,
     Proof,
     Roofline,
     Run,
@@ -325,7 +326,16 @@ def cells() -> dict[str, Any]:
         ],
         "evidence": {"eager": [], "liger": ["model.norm: liger_rms_norm"]},
         "proof": {"eager": Proof(patch_imported=False).model_dump(mode="json")},
-        "calls": [],
+        "calls": [
+            PatchCalls(
+                family="rms_norm",
+                sites=("model.norm",),
+                calls={"acme_norm": 7},
+                original_by_choice=0,
+                fallbacks={},
+                contained=0,
+            ).model_dump(mode="json")
+        ],
         "started": {},
     }
     return {

@@ -314,12 +314,12 @@ def test_computes_of_a_family_are_told_apart() -> None:
 
 def test_every_measured_time_is_in_the_page() -> None:
     seats = (
-        seat("decode", 10.0, 4.0, True).model_copy(update={"batch": 32, "candidates_us": {"b": 5.0, "acme_norm": 4.0}}),
+        seat("decode", 10.0, 4.0, True).model_copy(update={"batch": 32, "candidates_us": {"a": 5.0, "acme_norm": 4.0}}),
         seat("prefill", 20.0, 30.0, False).model_copy(update={"batch": 1, "prompt_tokens": 512}),
     )
     graft = GRAFT.model_copy(update={"patches": (ACCEPTED.model_copy(update={"seats": seats}),)})
     text = report.markdown(graft, None, None)
-    assert "| rms_norm | decode, batch 32 | 10.0 | acme_norm 4.0<br>b 5.0 | acme_norm |" in text
+    assert "| rms_norm | decode, batch 32 | 10.0 | acme_norm 4.0<br>a 5.0 | acme_norm |" in text
     assert "| rms_norm | prefill of 512, batch 1 | 20.0 | acme_norm 30.0 | original |" in text
 
 

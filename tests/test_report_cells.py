@@ -102,6 +102,9 @@ def test_the_terminal_and_the_page_show_them(tmp_path: Path) -> None:
         "kernelgraft, decode: &gt;&gt;&gt; cuTile Kernel Coverage (GPU Time):    49.21% &lt;&lt;&lt;",
         "Not covered: kernelgraft, decode",
         "model.norm: liger_rms_norm",
+        "Calls through the patches of kernelgraft",
+        "acme_norm: 7",
+        "behind the best peer: large, decode, batch 32: 0.889x",
     ):
         assert said in text, said
     assert "GPU time: small" not in text
