@@ -104,21 +104,29 @@ def peak_memory_bytes() -> int:
 
 
 def busy_cores(seconds: float) -> float | None:
-    """How many cores of this machine were busy on average over the next `seconds`; None where it cannot be told."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
+    """How many cores the processes that are seen here kept busy on average over the next `seconds`; None if unknown.
+
+    In a container those are its own: what the rest of the host does is not in it.
+    """
+    if not Path("/proc/self/stat").exists():
         return None
 
-    def spent() -> tuple[int, int]:
-        ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
-        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without what was idle or waited for a disk
+    def spent() -> dict[str, int]:
+        ticks = {}
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                try:
+                    words = (process / "stat").read_text().rpartition(")")[2].split()
+                except OSError:  # it has ended
+                    continue
+                ticks[process.name] = int(words[11]) + int(words[12])  # in user code and in the kernel
+        return ticks
 
-    busy, whole = spent()
+    before, began = spent(), clock()
     time.sleep(seconds)
-    busy_after, whole_after = spent()
-    if whole_after == whole:
-        return None
-    return (busy_after - busy) / (whole_after - whole) * (os.cpu_count() or 1)
+    after, ended = spent(), clock()
+    ticks = sum(value - before.get(name, 0) for name, value in after.items())
+    return max(ticks, 0) / os.sysconf("SC_CLK_TCK") / (ended - began)
 
 
 def free_memory_bytes(device: torch.device) -> int | None:

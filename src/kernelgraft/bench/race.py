@@ -30,7 +30,7 @@ LARGEST_REPEATS = 20
 LOOK_S = 0.25
 """How long to look whether the machine is quiet before the first round."""
 QUIET_CORES = 1.0
-PATIENCE_S = 5.0
+PATIENCE_S = 4.0
 """How long to wait on a GPU machine for other work to end: the host is what most decode steps wait for."""
 
 Answer = dict[str, Any]
@@ -58,7 +58,7 @@ class Lap:
     runs: dict[str, list[list[Answer]]]
     """Per contender and pair, the answers of its repeats."""
     busy_cores: float | None = None
-    """Of this machine just before the first round, when none of the contenders works; None if it cannot be told."""
+    """By what runs beside the contenders just before the first round; None if it cannot be told."""
     rows: list[int] = field(default_factory=list)
     """Sequences whose logits were compared."""
     logits: dict[str, Path] = field(default_factory=dict)
