@@ -330,9 +330,10 @@ def space(heads: int, rows: int, width: int, length: int) -> list[Decode]:
     found = [first, Decode(128, 2, blocks=2), Decode(64, 4), Decode(64, 2, blocks=2)]
     most = max(1, min(length // 64, 8 * 132 // heads))
     found += [dataclasses.replace(first, splits=n) for n in (1, 2, 4, 8, 16, 32, 64) if n <= most]
-    if heads >= 128:  # a block a key head fills the GPU, and saves the second launch
-        found += [Decode(128, 2, blocks=2, splits=1), Decode(128, 1, latency=6, blocks=1, splits=1)]
-        found += [Decode(256, 1, blocks=1, splits=1)]
+    # Half as many blocks have memory for several tiles at a time; one block a key head saves the second launch.
+    found += [Decode(128, 2, blocks=2, splits=n) for n in (1, 2) if n <= most and (heads >= 64 or length <= 1024)]
+    if heads >= 128:
+        found += [Decode(128, 1, latency=6, blocks=1, splits=1), Decode(256, 1, blocks=1, splits=1)]
     if length <= 1024:  # all of it at once, in smaller tiles
         found += [Decode(64, 4, splits=-(-length // 64)), Decode(32, 2, splits=-(-length // 32))]
         found += [Decode(64, 4, splits=max(1, length // 128)), Decode(64, 4, tma=False, splits=-(-length // 64))]
