@@ -88,10 +88,15 @@ def test_a_file_of_something_else_is_one_line(tmp_path: Path, text: str) -> None
 
 def test_the_terminal_and_the_page_show_them(tmp_path: Path) -> None:
     job = report.read(written(tmp_path))
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(*report.job_tables(job))
     console.file.close()
-    assert "behind eager: large, decode, batch 32: 0.800x" in console.export_text()
+    shown = console.export_text()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "behind eager: large, decode, batch 32: 0.800x" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    place = rows.index(["large", "205", "41.0", "228", "293", "137", "1.500x", "1.667x", "equal"])
+    assert rows[place + 1] == ["prefill", "4096"]
     text = report.page(job)
     assert "<h1>kernelgraft: end to end</h1>" in text
     assert "prefill of 4096, batch 1" in text
@@ -127,5 +132,14 @@ def test_speeds_over_the_original_are_drawn(tmp_path: Path) -> None:
     assert "large, decode, batch 32: static-compile 5.00, tilegym 0.90, liger 0.70, kernelgraft 0.80" in text
     bars = [round(bar.get_width(), 6) for bar in figure.axes[0].patches]
     assert sorted(bars) == [0.7] * 6 + [0.8] + [0.9] * 3 + [1.5] * 5 + [5.0] * 6
+    assert [text.get_text() for text in figure.legends[0].texts] == [
+        "static-compile",
+        "tilegym",
+        "liger",
+        "kernelgraft",
+    ]
+    small = Cells.model_validate({"cells": [cell for cell in cells()["cells"] if cell["model"] == "small"]})
+    (_, other) = plots.figures_of(Job(cells=small))["speedups"]
+    assert [text.get_text() for text in other.legends[0].texts] == ["static-compile", "liger", "kernelgraft"]
     nothing = Cells.model_validate({"cells": [cell for cell in cells()["cells"] if cell["contender"] == "eager"]})
     assert plots.figures_of(Job(cells=nothing)) == {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kernelgraft.bench.names import COMPILED, GRAFTED, ORIGINAL
 from kernelgraft.bench.result import BenchResult, Contender, Trace
 from kernelgraft.records import Graft
-from kernelgraft.report.cells import Cell, contenders_of, over, setting_text, settings_of
+from kernelgraft.report.cells import Cell, contenders_of, in_order, over, setting_text, settings_of
 from kernelgraft.report.grafts import compute_name, contribution_name, leading_seats, point_text
 from kernelgraft.report.traces import NO_PATH, roofline_of, step_ms, trace_of
 from kernelgraft.report.wording import REGIMES, figures
@@ -253,14 +253,18 @@ def _end(path: str) -> str:
 
 def speedups(cells: Sequence[Cell]) -> tuple[str, Figure] | None:
     """Bars: each contender over the original in every setting; None where nothing can be compared."""
-    names = [name for name in contenders_of(cells) if name != ORIGINAL]
     groups = {
-        setting: ratios
+        setting: {
+            name: ratio
+            for name in contenders_of(cells)
+            if name != ORIGINAL and (ratio := over(found, name, [ORIGINAL])) is not None
+        }
         for setting, found in settings_of(cells).items()
-        if (ratios := {n: r for n in names if (r := over(found, n, [ORIGINAL])) is not None})
     }
+    groups = {setting: ratios for setting, ratios in groups.items() if ratios}
     if not groups:
         return None
+    names = in_order(name for ratios in groups.values() for name in ratios)
     figure, axes = _sheet(0.2 * len(names) * len(groups) + 0.15 * len(groups) + 1.4)
     height = 0.84 / len(names)
     for index, name in enumerate(names):
