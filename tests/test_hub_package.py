@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,43 @@ def test_linears_of_one_input_become_one_and_functions_have_their_kernels(
     assert torch.equal(model.generate(IDS, **greedy), made.model.generate(IDS, **greedy))
     model.save_pretrained(tmp_path)
     assert_same_weights(tmp_path, folder)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(4)), 1e-6
+
+    def scaled(self) -> None:
+        """What another module may not be called."""
+
+
+class Product(nn.Module):
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.down, self.act = nn.Linear(4, 4), nn.SiLU()
+        for name, value in more.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("more", "reads", "together"),
+    [
+        ({}, "self.down(self.act(x)) if self.training else x", True),
+        ({"eps": 1.0}, "self.down(x) * self.eps", False),
+        ({"scaled": 2}, "self.down(x) * self.scaled", False),
+        ({"table": torch.ones(4)}, "self.down(x) * self.table", False),
+        ({}, "self.extra_repr()", False),
+    ],
+    ids=["alike", "one name", "the norm's method", "buffer", "own method"],
+)
+def test_what_one_module_can_hold_for_two(more: dict[str, Any], reads: str, together: bool) -> None:
+    model = nn.ModuleDict({"layer": nn.ModuleDict({"norm": Norm(), "mlp": Product(**more)})})
+    second: Any = SimpleNamespace(original=f"def forward(self, x):\n    return {reads}")
+    assert hub_fusions._together(model, "layer.norm", "*.mlp", ["layer"], second) is together
 
 
 def test_attention_that_holds_norms_with_kernels_stays(package: Path) -> None:
