@@ -12,6 +12,7 @@ import torch
 
 from kernelgraft.families.base import Distribution, Family
 from kernelgraft.families.points import holds
+from kernelgraft.families.probe import DRAWN
 from kernelgraft.records import Definition, Regime
 
 HELD_OUT_VOLUME = 1 << 24
@@ -111,7 +112,11 @@ class _Maker:
 
     def inputs(self, axes: dict[str, int], seed: int, distribution: Distribution = "normal") -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(seed)
-        drawn = self.family.inputs(self.definition, axes, generator, distribution)
+        known = DRAWN.set(self.large)
+        try:
+            drawn = self.family.inputs(self.definition, axes, generator, distribution)
+        finally:
+            DRAWN.reset(known)
         made = [self._placed(name, x) for name, x in zip(self.definition.inputs, drawn, strict=True)]
         patterns = self.layouts.get(_key(axes), made)
         return tuple(_like(x, p) if isinstance(x, torch.Tensor) else x for x, p in zip(made, patterns, strict=True))

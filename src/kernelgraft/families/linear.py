@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kernelgraft.families.base import Call, Distribution, Family, Recognition, Rejection, Seat
-from kernelgraft.families.probe import EQUAL, Match, draw, same, worst
+from kernelgraft.families.probe import DRAWN, EQUAL, Match, draw, normal, same, worst
 from kernelgraft.families.reference import body_function, define, dtype_name, fingerprint, torch_dtype
 from kernelgraft.records import Definition, Site
 
@@ -24,8 +24,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 2, 3, 8, 16, 17)
 """Numbers of rows to judge on: both sides of where few rows end."""
 LARGEST_ELEMENTS = 1 << 21
-BLOCK = 1_048_573
-"""A large weight repeats a block of this many values: a prime, so that no two places of a row or column agree soon."""
 
 
 def linear_seat(original: Callable[..., Any], select: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,8 +94,10 @@ class Linear(Family):
             dtype = torch_dtype(spec.dtype)
             if name == "hidden_states":
                 made.append(draw(shape, dtype, generator, distribution))
+            elif (drawn := DRAWN.get().get(name)) is not None and drawn.shape == torch.Size(shape):
+                made.append(drawn)
             elif name == "weight":
-                made.append(_weight(shape, generator).to(dtype))
+                made.append((normal(shape, generator) / shape[1] ** 0.5).to(dtype))
             else:
                 made.append(torch.randn(shape, generator=generator).to(dtype))
         return made
@@ -184,13 +184,6 @@ def _definition(site: Site, module: Any, x: torch.Tensor, biased: bool, match: M
         description=f"rows of {width} times the transposed weight of {outputs} rows" + (", plus a bias" * biased),
         reference_error=match.max_absolute,
     )
-
-
-def _weight(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """N(0, 1 / in); a large one repeats its values, since drawing them would take most of the time."""
-    total = shape[0] * shape[1]
-    block = torch.randn(min(total, BLOCK), generator=generator) / shape[1] ** 0.5
-    return block.repeat(-(-total // block.numel()))[:total].view(*shape)
 
 
 def _alike(call: Call, first: torch.Tensor) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,15 @@ from torch import nn
 
 from kernelgraft.families.base import Distribution
 
+PERIOD = 1_048_573
+"""Values after which a large fresh tensor repeats itself."""
+
 TOLERANCE_ULP = 2.0
 """A candidate that is not bit-equal may be off by this many ulps of the output's dtype at its largest value."""
+
+DRAWN: ContextVar[Mapping[str, torch.Tensor]] = ContextVar("drawn", default={})  # noqa: B039 (nobody writes into it)
+"""Large inputs by name that the judge has from an earlier case and takes instead of fresh ones: `Family.inputs` may
+give them back, since drawing a weight again takes seconds."""
 
 PROBE_DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that a candidate is judged in: bfloat16 shows the order of casts, float32 shows the arithmetic."""
@@ -130,7 +138,17 @@ def fresh_parameter(shape: Iterable[int], generator: torch.Generator) -> torch.T
         if size:
             values[2::3] *= -1
         return values
-    return torch.randn(size, generator=generator) / math.sqrt(size[-1])
+    return normal(size, generator) / math.sqrt(size[-1])
+
+
+def normal(size: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """N(0, 1) in float32. A large tensor repeats its values, since drawing them would take most of the time.
+
+    The period is a prime, so that no two rows agree.
+    """
+    total = math.prod(size)
+    block = torch.randn(min(total, PERIOD), generator=generator)
+    return block.repeat(-(-total // max(1, block.numel())))[:total].view(*size)
 
 
 def draw(
