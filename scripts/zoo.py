@@ -29,12 +29,16 @@ def one(model_type: str, suppliers: Sequence[str]) -> dict[str, Any]:
     from kernelgraft.errors import KernelgraftError, NothingToPatch
     from kernelgraft.evaluate import JudgeOptions
     from kernelgraft.models import load
-    from kernelgraft.pipeline import integrate
+    from kernelgraft.pipeline import Use, integrate
 
     row: dict[str, Any] = {"type": model_type, "recognised": [], "verified": [], "applied": []}
     try:
         graft = integrate(
-            load(f"config:{model_type}"), suppliers=suppliers, policy="verified", options=JudgeOptions.quick()
+            load(f"config:{model_type}"),
+            suppliers=suppliers,
+            policy="verified",
+            use=Use(prefills=()),
+            options=JudgeOptions.quick(),
         )
     except NothingToPatch as error:
         return {**row, "status": "nothing to patch", "detail": str(error)}

@@ -90,6 +90,18 @@ def test_a_contribution_is_the_model_without_it_less_the_model_with_it(
     assert patch.find_applied(loaded.model) is None
 
 
+def test_a_slow_model_runs_with_the_whole_and_without_it_only(
+    loaded: Loaded, graft: Graft, clocked: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocked |= {"rms_norm": 1.0, "gated_mlp": 3.0}
+    heard: list[str] = []
+    seconds = iter(range(0, 100_000, 100))
+    monkeypatch.setattr("kernelgraft.machine.clock", lambda: float(next(seconds)))
+    found = ablation.ablate(loaded, graft, USE, progress=lambda stage, done, total, text: heard.append(text))
+    assert {c.family for c in found} == {"all"}
+    assert heard[-1] == "3 rounds of 2 versions"
+
+
 def test_a_single_patch_is_the_whole(loaded: Loaded, graft: Graft, clocked: dict[str, float]) -> None:
     clocked |= {"rms_norm": 1.0}
     one = graft.model_copy(update={"patches": tuple(p for p in graft.patches if p.family == "rms_norm")})
@@ -115,7 +127,7 @@ def test_the_first_round_with_its_compilation_does_not_count(
 
 def test_the_model_really_generates(loaded: Loaded, graft: Graft) -> None:
     before = {n: set(vars(m)) for n, m in loaded.model.named_modules()}
-    found = ablation.ablate(loaded, graft, USE, rounds=3, budget_s=0.0)
+    found = ablation.ablate(loaded, graft, USE, rounds=3)
     assert all(c.on_ms > 0 and c.off_ms > 0 and all(map(math.isfinite, c.interval_ms)) for c in found)
     assert {(c.regime, c.batch, c.prompt_tokens) for c in found} == {
         ("prefill", 1, None),

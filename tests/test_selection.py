@@ -146,6 +146,20 @@ def test_only_what_serves_and_is_right_is_timed(
     assert table.updated(passed("another")).performance == {}
 
 
+def test_what_the_original_gives_beside_its_result_may_be_missing() -> None:
+    one, other = torch.ones(4), torch.zeros(4)
+    sample: Any = type("Any", (), {"regime": "decode", "point": BASE})
+
+    def wrong(given: Any, wanted: Any) -> str | None:
+        return measuring._wrong(lambda: given, wanted, sample)
+
+    assert wrong((one, None), (one, other)) is None
+    assert wrong((one, one), (one, other)) is not None
+    assert "inf relative" in (wrong((None, other), (one, other)) or "")
+    assert "inf relative" in (wrong(torch.ones(5), one) or "")
+    assert wrong(one, one) is None
+
+
 def test_a_size_that_nobody_serves_is_the_originals(loaded: Any, computes: dict[str, Compute]) -> None:
     compute = computes["rms_norm"]
     table = seating.Table(compute, [variant(compute, "small", guard=Guard(max_axes={"seq_len": 1}))], "verified")

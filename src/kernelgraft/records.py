@@ -378,7 +378,7 @@ class Seat(Record):
     batch: int | None = None
     """Sequences of the run that the call was recorded in."""
     prompt_tokens: int | None = None
-    """Length of that run's prompt; None: the short one that research uses."""
+    """Length of that run's prompt; None: a short one (of one sequence that of research, of a batch twice as long)."""
     original_us: float | None = None
     solution_us: float | None = None
     """Best verified Solution's time, seated or not; None if nothing could be measured."""

@@ -29,7 +29,10 @@ STEPS = 8
 """Decode steps of a run."""
 ROUNDS, LEAST_ROUNDS, THOROUGH_ROUNDS = 5, 3, 12
 BUDGET_S = 25.0
-"""After it no new round begins, once the least number is done."""
+"""After it no new round begins, once the least number is done; where one round takes longer, the model runs with the
+whole graft and without it only."""
+WHOLE = 2
+"""Versions that always run: the original and the whole graft."""
 ALL = "all"
 """The family of a Contribution of the whole graft."""
 _STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20}
@@ -85,6 +88,8 @@ def ablate(
     if each and len(graft.accepted) == 1:
         found += [_contribution(graft.accepted[0], off, on, setting) for setting in on[0]]
     for version, runs in zip(versions[2:], less, strict=True):
+        if not runs:
+            break
         found += [_contribution(version.without, runs, on, setting) for setting in on[0]]
     return tuple(found)
 
@@ -181,7 +186,9 @@ def _race(
                 for point, ids in prompts.items():
                     found |= _times(model, ids, point)
             times[number].append(found)
-    progress("ablate", rounds + 1, rounds + 1, f"{min(map(len, times)) - 1} rounds of {len(versions)} versions")
+        if done == 0 and budget_s < machine.clock() - started:
+            order = [number for number in order if number < WHOLE]
+    progress("ablate", rounds + 1, rounds + 1, f"{len(times[0]) - 1} rounds of {len(order)} versions")
     return [runs[1:] for runs in times]
 
 
