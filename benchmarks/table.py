@@ -50,7 +50,7 @@ def main(path: Path) -> None:
         print("\n".join(rows(result["cases"], kernel)), end="\n\n")
     if "launch" in result:
         print("### Host time of a call at decode size\n")
-        print("| call | µs | `ct.launch` alone, same arguments | ratio |\n| --- | ---: | ---: | ---: |")
+        print("| call | µs | its `ct.launch`es alone, same arguments | ratio |\n| --- | ---: | ---: | ---: |")
         for line in result["launch"]:
             alone = f"{line['launch_us']:.1f} | {line['ratio']:.2f}" if "ratio" in line else "– | –"
             print(f"| {line['kernel']} | {line['op_us']:.1f} | {alone} |")
