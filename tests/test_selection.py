@@ -148,7 +148,7 @@ def test_only_what_serves_and_is_right_is_timed(
 
 def test_what_the_original_gives_beside_its_result_may_be_missing() -> None:
     one, other = torch.ones(4), torch.zeros(4)
-    sample: Any = type("Any", (), {"regime": "decode", "point": BASE})
+    sample: Any = type("Any", (), {"regime": "decode", "point": Point(1, 20)})
 
     def wrong(given: Any, wanted: Any) -> str | None:
         return measuring._wrong(lambda: given, wanted, sample)
@@ -158,6 +158,8 @@ def test_what_the_original_gives_beside_its_result_may_be_missing() -> None:
     assert "inf relative" in (wrong((None, other), (one, other)) or "")
     assert "inf relative" in (wrong(torch.ones(5), one) or "")
     assert wrong(one, one) is None
+    sample.point = BASE
+    assert wrong(other, one) is None, "the judge has seen it"
 
 
 def test_a_size_that_nobody_serves_is_the_originals(loaded: Any, computes: dict[str, Compute]) -> None:
