@@ -73,7 +73,7 @@ def test_results_lie_as_torch_lays_them_out(module: str, request: pytest.Fixture
     before = results(module)
     made = request.getfixturevalue("made")
     assert results(module) == before
-    assert len(made) >= len(before) - (module == "attention_decode") * len(before), "nothing was allocated this way"
+    assert len(made) >= len(before), "nothing was allocated this way"
 
 
 def test_a_dense_input_in_another_order_gives_its_order(made: list[tuple[Any, ...]]) -> None:

@@ -246,58 +246,48 @@ def _run(
     window: int | None,
     softcap: float | None,
     config: Decode | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """As `attention_decode`, into `out` if it is given."""
     batch, heads, length, width = query.shape
-    key_batch, _, kv_len, key_width = key.shape
-    out = query.new_empty(batch, length, heads, value.shape[3])  # torch takes sizes one by one faster than as a tuple
-    if out.numel():
-        if (
-            key.shape != value.shape
-            or key_batch != batch
-            or key_width != width
-            or (mask is not None and mask.shape[3] != kv_len)
-        ):
-            tiles.check(query, key, value, mask)
-        _launch(query, key, value, mask, sinks, lengths, out, scaling, causal, window, softcap, config)
-    return out
-
-
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    out: torch.Tensor,
-    scaling: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    config: Decode | None,
-) -> None:
+    key_batch, kv_heads, kv_len, key_width = key.shape
+    value_dim = value.shape[3]
+    if not batch * length * heads * value_dim:
+        return query.new_empty(batch, length, heads, value_dim)
+    if (
+        key.shape != value.shape
+        or key_batch != batch
+        or key_width != width
+        or (mask is not None and mask.shape[3] != kv_len)
+    ):
+        tiles.check(query, key, value, mask)
     if tiles.far(query, key, value, mask):
+        out = query.new_empty(batch, length, heads, value_dim) if out is None else out
         for q, k, v, m, s, n, part in tiles.halves(query, key, value, mask, sinks, lengths, out):
-            _launch(q, k, v, m, s, n, part, scaling, causal, window, softcap, config)
-        return
-    size = key.shape[2] - 1
+            _run(q, k, v, m, s, n, scaling, causal, window, softcap, config, part)
+        return out
+    size, device = kv_len - 1, query.get_device()
     bits = size.bit_length() - 3
-    device = query.get_device()
     main, join, shape, makes = _plan(
-        query.shape, key.shape[1], ((size >> bits) + 1) << bits if bits > 0 else 8, value.shape[3], query.dtype,
-        device, None if mask is None else mask.dtype, mask is not None and mask.shape[1] > 1,
-        sinks is not None, lengths is not None, scaling, causal, window, softcap, config,
+        query.shape, kv_heads, ((size >> bits) + 1) << bits if bits > 0 else 8, value_dim, query.dtype, device,
+        None if mask is None else mask.dtype, mask is not None and mask.shape[1] > 1, sinks is not None,
+        lengths is not None, scaling, causal, window, softcap, config,
     )  # fmt: skip
+    if device < 0 or device != current():
+        makes = None
+    if out is None:
+        # Torch takes sizes one by one faster than as a tuple.
+        out = query.new_empty(batch, length, heads, value_dim) if makes is None else makes[0]()
     # Arguments that the kernel leaves alone have to be some tensor.
     mask, sinks = query if mask is None else mask, query if sinks is None else sinks
     lengths = query if lengths is None else lengths
     if join is None:
         fire(main, (query, key, value, mask, sinks, lengths, out))
     else:
-        makes = makes if device >= 0 and device == current() else None
-        parts = query.new_empty(*shape, dtype=torch.float32) if makes is None else makes[0]()
+        parts = query.new_empty(*shape, dtype=torch.float32) if makes is None else makes[1]()
         fire(main, (query, key, value, mask, sinks, lengths, parts))
         fire(join, (parts, sinks, out))
+    return out
 
 
 def choose(heads: int, rows: int, width: int, length: int, dtype: torch.dtype, device: int) -> Decode:
@@ -358,7 +348,10 @@ def _plan(
     softcap: float | None,
     config: Decode | None,
 ) -> tuple[Plan, Plan | None, tuple[int, ...], tuple[Maker, ...] | None]:
-    """The launch, the one that joins its parts, their shape and what makes them, for one of four lengths an octave."""
+    """The launch, the one that joins its parts, their shape, and what makes result and parts.
+
+    For numbers of keys up to one of four an octave.
+    """
     batch, heads, q_len, head_dim = shape
     group = tiles.group(heads, kv_heads, scaling)
     if q_len > most_queries(group):
@@ -398,13 +391,14 @@ def _plan(
     )
     kernel = hinted(attention_decode_kernel, tuning.occupancy, tuning.worker_warps)
     main = Plan(kernel, (parts, kv_heads, batch), (scale, cap, window or 0, *constants))
+    result = ((batch, q_len, heads, value_dim), contiguous((batch, q_len, heads, value_dim)), dtype)
     if parts == 1:
-        return main, None, (), None
+        return main, None, (), makers(device, result)
     every = power_of_two(parts)
     settings = (sinks, group, queries, dv, every, min(every, AT_ONCE), min(dv, 128))
     join = Plan(attention_join_kernel, (group * q_len, kv_heads, batch), settings)
     partial = (batch, kv_heads, parts, together * queries, dv + TAIL)
-    return main, join, partial, makers(device, (partial, contiguous(partial), torch.float32))
+    return main, join, partial, makers(device, result, (partial, contiguous(partial), torch.float32))
 
 
 def splits(heads: int, length: int, size: int, blocks: int) -> int:
