@@ -247,6 +247,7 @@ def test_a_fusion_that_its_parts_match_is_unseated(tiny: models.Loaded, monkeypa
 
     monkeypatch.setattr(measuring, "interleave", timings(0.5))
     table.add(tiny.model, samples)
+    assert [s.gain_us for s in table.seats()] == [5.0, 5.0]
     table.against_parts(tiny.model, samples, norms)
     assert all(s.seated for s in table.seats())
     monkeypatch.setattr(measuring, "interleave", timings(1.0))
@@ -254,6 +255,7 @@ def test_a_fusion_that_its_parts_match_is_unseated(tiny: models.Loaded, monkeypa
     assert all(s.seated for s in table.seats())
     table.against_parts(tiny.model, samples, norms)
     assert [s.seated for s in table.seats()] == [False, False]
+    assert [s.gain_us for s in table.seats()] == [0.0, 0.0], "over its parts"
     assert ran == [False, False, True, True, True, True]
     assert {len(names) for names in timed} == {3}
 

@@ -383,6 +383,8 @@ class Seat(Record):
     solution_us: float | None = None
     """Best verified Solution's time, seated or not; None if nothing could be measured."""
     spread_us: float | None = None
+    gain_us: float | None = None
+    """Original less best Solution; of a fusion less its parts with what is seated for them, where they were timed."""
     candidates_us: dict[str, float] = Field(default_factory=dict)
     """Time of every verified Solution."""
     solution: str | None = None

@@ -96,15 +96,16 @@ def ablate(
 
 def without_losers(graft: Graft, contributions: Sequence[Contribution]) -> Graft:
     """The graft without the seats that gain nothing end to end: those of a patch and a setting (batch of decode steps,
-    longest prompt) whose interval lies below zero, or holds it with a mean that is not above.
+    longest prompt) whose interval lies below zero, or whose mean does while the interval ends below half of what the
+    seat gained in its place. An interval that is too wide to tell leaves the seat as it is.
 
     A short prompt's prefill decides nothing: it is once a request and mostly not the model's time.
     """
-    lost = [c for c in contributions if c.family != ALL and _lost(c)]
 
     def against(patch: Patch) -> list[Contribution]:
         keys = tuple(site.key for site in patch.sites)
-        return [c for c in lost if (c.family, c.sites) == (patch.family, keys)]
+        own = [c for c in contributions if (c.family, c.sites) == (patch.family, keys)]
+        return [c for c in own if _lost(c, _claim_ms(patch, c))]
 
     return _updated(graft, {id(p): against(p) for p in graft.accepted})
 
@@ -121,9 +122,16 @@ def _updated(graft: Graft, against: dict[int, list[Contribution]]) -> Graft:
     return graft.model_copy(update={"patches": patches}) if changed else graft
 
 
-def _lost(found: Contribution) -> bool:
-    low, high = found.interval_ms
-    return _decides(found) and (high < 0 or (low <= 0 and found.gain_ms <= 0))
+def _lost(found: Contribution, claim_ms: float) -> bool:
+    high = found.interval_ms[1]
+    return _decides(found) and (high < 0 or (found.gain_ms <= 0 and high < claim_ms / 2))
+
+
+def _claim_ms(patch: Patch, found: Contribution) -> float:
+    """What the seats of a setting gained in their places, for one call of every instance; 0 if not known."""
+    gains = [s.gain_us or 0.0 for s in patch.seats if s.seated and _speaks_of(found, s)]
+    instances = sum(len(site.instances) for site in patch.sites)
+    return min(gains, default=0.0) * instances / 1e3
 
 
 def _decides(found: Contribution) -> bool:

@@ -45,6 +45,8 @@ class Table:
     rows: list[Measured] = field(default_factory=list)
     matched: set[int] = field(default_factory=set)
     """Rows in which the parts of a fusion are as fast."""
+    over_parts_us: dict[int, float] = field(default_factory=dict)
+    """By row, what a fusion gains over its parts."""
 
     def add(self, model: nn.Module, samples: Sequence[Sample]) -> None:
         """Measure the samples whose sizes are new."""
@@ -84,11 +86,13 @@ class Table:
         choice = decide(timings, original=ORIGINAL, repeat=REPEAT, policy=self.policy)
         chosen = choice.winner if choice.winner in candidates else None
         best = min(candidates, key=lambda name: candidates[name])
+        gain_us = timings[ORIGINAL].median_us - candidates[chosen or best]
         return Seat(
             **place,
             original_us=timings[ORIGINAL].median_us,
             solution_us=candidates[chosen or best],
             spread_us=choice.spread_us,
+            gain_us=self.over_parts_us.get(number, gain_us),
             candidates_us=candidates,
             solution=chosen or best,
             seated=chosen is not None and number not in self.matched,
@@ -116,6 +120,8 @@ class Table:
                 with torch.no_grad():
                     row = measuring.measure(model, self.compute, sample, [solution], mode=self.mode)
                 choice = decide(row.timings, original=ORIGINAL, repeat=REPEAT) if row.timings else None
+                if choice is not None:
+                    self.over_parts_us[number] = choice.original_us - row.timings[solution.name].median_us
                 if choice is None or choice.winner != solution.name:
                     self.matched.add(number)
 
