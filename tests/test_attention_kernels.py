@@ -359,13 +359,13 @@ def test_configurations_change_no_result(device: str) -> None:
     expected = exact(*given, None, sinks, scaling=0.2)
     for decode in DECODES:
         out = torch.empty(expected.shape, dtype=BF16, device=device)
-        decode_module._launch(*given, None, sinks, None, out, 0.2, True, None, None, decode)
+        decode_module._run(*given, None, sinks, None, 0.2, True, None, None, decode, out)
         close(out, expected)
     given = inputs(1, 4, 2, 3, 171, 32, 32, dtype=BF16, device=device)
     expected = exact(*given, scaling=0.2, causal=True, window=11)
     for decode in (Decode(keys=16, splits=1), Decode(keys=16, splits=2)):
         out = torch.empty(expected.shape, dtype=BF16, device=device)
-        decode_module._launch(*given, None, None, None, out, 0.2, True, 11, None, decode)
+        decode_module._run(*given, None, None, None, 0.2, True, 11, None, decode, out)
         close(out, expected)
 
 
