@@ -130,6 +130,10 @@ def cell(
         "inter_token_ms_p90": side.inter_token_ms_p90,
         "ttft_ms_std": side.ttft_ms.std,
         "peak_memory_bytes": side.peak_memory_bytes,
+        "rounds": [
+            {"ttft_ms": r.ttft_ms, "decode_tokens_per_s": r.decode_tokens_per_s, "tokens_per_s": r.tokens_per_s}
+            for r in side.runs
+        ],
         "pairs": len(side.runs),
         "repeats": lap.repeats,
         "busy_cores": lap.busy_cores,
@@ -142,12 +146,23 @@ def cell(
     if name != ORIGINAL and said is not None:
         answer["logits_rel_rmse"] = said.logits_rel_rmse
         answer["divergence"] = None if said.divergence is None else said.divergence.model_dump(mode="json")
+        answer["near_tie"] = near_tie(answer["divergence"])
     answer["over"] = {
         kind(other): ratios(regime, race, lap, other, name)
         for other in lap.runs
         if other != name and (other == ORIGINAL or name == GRAFTED)
     }
     return answer
+
+
+def near_tie(divergence: dict[str, Any] | None) -> bool | None:
+    """Whether the original's lead, where the tokens differ first, is within twice what its logits differ by there.
+
+    Then either token is as right; None if the tokens are equal, or the logits there were not kept.
+    """
+    if divergence is None or divergence["baseline_margin"] is None or divergence["grafted_difference"] is None:
+        return None
+    return bool(divergence["baseline_margin"] <= 2 * divergence["grafted_difference"])
 
 
 def host_share(lap: Lap, name: str) -> float | None:
@@ -359,7 +374,9 @@ class Program:
         for setting in self.settings[:2]:
             for name in [n for n in race.active if n in self.options.trace_of]:
                 if machine.clock() + TRACE_S > until:
-                    self.report.missing.append(f"{race_model(race)}: trace of {name}, {setting.regime}")
+                    self.report.missing.append(
+                        f"{race_model(race)}: trace of {name}, {setting.regime}: no time was left"
+                    )
                     continue
                 try:
                     race.configure(name, setting.leg)
@@ -385,6 +402,8 @@ def line(row: dict[str, Any]) -> str:
     over = row["over"].get(ORIGINAL)
     times = "" if over is None or over["ratio"] is None else f" {over['ratio']:.3f}x"
     equal = {True: "equal", False: "NOT EQUAL", None: "?"}[row["tokens_equal"]]
+    if row.get("near_tie"):
+        equal = "equal up to a near tie"
     share = "" if row["roofline_percent"] is None else f" {row['roofline_percent']:.1f} %"
     return f"{head} {row['tokens_per_s'] or 0:.1f} tok/s, first {row['ttft_ms']:.2f} ms{share}{times} {equal}"
 

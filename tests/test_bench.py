@@ -680,12 +680,14 @@ def test_differences_name_what_stands_where(monkeypatch: pytest.MonkeyPatch) -> 
     assert differences(before, facts(model)) == []
     model.model.layers[0].mlp.forward = types.MethodType(type(model.model.layers[0].mlp).forward, model)
     model.model.layers[1].mlp.forward = types.MethodType(lambda self, x: x, model)
+    model.lm_head.forward = types.MethodType(torch.nn.Linear.forward, model.lm_head)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", F.silu)
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", modeling_llama.LlamaMLP.forward)
     monkeypatch.setattr(F, "cross_entropy", F.silu)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", F.silu)
     assert sorted(differences(before, facts(model))) == [
         "attention function `sdpa`: torch.nn.functional.silu",
+        "lm_head.forward: a copy of its class's own with other names in it",
         "model.layers.*.mlp.forward: a copy of its class's own with other names in it",
         f"model.layers.*.mlp.forward: {__name__}.test_differences_name_what_stands_where.<locals>.<lambda>",
         "torch.nn.functional.cross_entropy: torch.nn.functional.silu",
@@ -982,6 +984,14 @@ def test_every_contender_of_a_gpu_is_in_every_cell(
     assert code == 0
 
 
+def test_a_near_tie_is_told_from_a_fault(script: Any) -> None:
+    at = {"baseline_margin": 0.125, "grafted_difference": 0.25}
+    assert script.near_tie(at) is True
+    assert script.near_tie(at | {"baseline_margin": 0.51}) is False
+    assert script.near_tie(at | {"baseline_margin": None}) is None
+    assert script.near_tie(None) is None
+
+
 def test_what_there_was_no_time_for_is_listed(
     fake: Any, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -994,4 +1004,5 @@ def test_what_there_was_no_time_for_is_listed(
     answer = json.loads(file.read_text())
     assert answer["cells"] == []
     assert len(answer["missing"]) >= 3
+    assert all(": " in text for text in answer["missing"]), "each says why"
     assert "it broke" in answer["missing"][0]

@@ -268,7 +268,7 @@ def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     assert code == 0
     answer = json.loads(text)
-    assert set(answer) == {"schema_version", "model", "machine", "patches", "bench", "files"}
+    assert set(answer) == {"schema_version", "model", "machine", "patches", "contributions", "bench", "files"}
     assert answer["bench"]["tokens_equal"] is True
     assert "Average throughput: " in err
     for path in answer["files"].values():

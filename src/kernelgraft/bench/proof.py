@@ -80,10 +80,17 @@ def differences(before: Facts, after: Facts) -> list[str]:
         new = old is None and (kind == "global" or (kind == "method" and place.rpartition(".")[0] not in owners))
         if value is old or new:
             continue
-        own = ("method", f"{value.__module__}.{value.__qualname__}") in before and kind == "instance"
+        own = kind == "instance" and _is_own(place, value, before)
         what = "a copy of its class's own with other names in it" if own else _name(value)
         lines[f"{_pattern(place)}: {what}"] += 1
     return [line + (f" ×{count}" if count > 1 else "") for line, count in lines.items()]
+
+
+def _is_own(place: str, value: Any, before: Facts) -> bool:
+    """Whether what hangs on an instance is its class's method, perhaps rebuilt."""
+    path, _, name = place.rpartition(".")
+    method = getattr(before.get(("module", path or "the model")), name, None)
+    return method is not None and _name(method) == _name(value)
 
 
 def _pattern(place: str) -> str:
