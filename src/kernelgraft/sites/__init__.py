@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernelgraft.sites.calls import Call
 from kernelgraft.sites.capture import Capture, Run, capture, generate
@@ -13,6 +13,9 @@ from kernelgraft.sites.discover import discover
 from kernelgraft.sites.install import Undo, current, install
 from kernelgraft.sites.rebind import global_functions, innermost, rebind, source_ref
 from kernelgraft.sites.statements import injected_name, original, transformer
+
+if TYPE_CHECKING:
+    from kernelgraft.sites.attention import InterfaceProxy
 
 __all__ = [
     "Call",
