@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from kernelgraft.layouts.kernel_set import KernelSet
     from kernelgraft.layouts.loading import from_pretrained
     from kernelgraft.layouts.locating import locate
-    from kernelgraft.layouts.packages import load, load_all, signature_drift
+    from kernelgraft.layouts.packages import load, load_all
     from kernelgraft.layouts.records import Entry, LoadedKernel, Part, Place, Source
     from kernelgraft.layouts.rules import SizedConcatenate
+    from kernelgraft.layouts.signatures import signature_drift
 
 _HOMES = {
     "AppliedLayouts": "applying",
@@ -57,7 +58,7 @@ _HOMES = {
     "load": "packages",
     "load_all": "packages",
     "locate": "locating",
-    "signature_drift": "packages",
+    "signature_drift": "signatures",
 }
 
 

@@ -61,8 +61,9 @@ class AppliedLayouts:
         _mark(self.model, [applied for applied in _marked(self.model) if applied is not self])
 
     def report(self) -> list[dict[str, Any]]:
-        """One row for each module: `path`, `class`, `kernel`, `source`, `state`, `reason`; `rules` and `views` count
-        the keys that rules made and the originals that share storage with them (None where nothing was replaced).
+        """One row for each module: `path`, `class`, `function`, `kernel`, `source`, `state`, `reason`; `rules` and
+        `views` count the keys that rules made and the originals that share storage with them (None where nothing was
+        replaced). `function` is the name of the function that was replaced in the module, None for the module itself.
         `state` is "replaced", "passed on" (another child of a fusion), "untouched" or "reverted".
         """
         rows = []
@@ -74,6 +75,7 @@ class AppliedLayouts:
                     {
                         "path": path,
                         "class": type(child).__name__,
+                        "function": one.place.function.name if one.place.function else None,
                         "kernel": kernel.name,
                         "source": str(kernel.entry.source),
                         "state": state,
@@ -87,6 +89,7 @@ class AppliedLayouts:
                 {
                     "path": module.path,
                     "class": module.class_name,
+                    "function": module.function,
                     "kernel": module.kernel,
                     "source": "",
                     "state": "untouched",

@@ -6,6 +6,7 @@ whatever it is: another module, an addition in the parent, the parent's own resu
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from kernelgraft.layouts import functions
 from kernelgraft.layouts.findings import Finding, Severity, in_one_line, starred
 from kernelgraft.layouts.records import Place
 from kernelgraft.layouts.trial import Trial
+from kernelgraft.models.shrinking import quiet
 
 _METADATA = {
     "size",
@@ -118,15 +121,41 @@ def check_flow(trial: Trial, places: Sequence[Place]) -> list[Finding]:
         kernel = seen.place.kernel
         for severity, message in _judged(seen):
             found.append(Finding("flow", severity, message, kernel.name))
-    unique = list(dict.fromkeys(found))
+    unique = list(dict.fromkeys([*found, *_uncalled(trial, [place for place in places if place.function is not None])]))
     # A place of a kind that was reached elsewhere needs no word.
     reached = {f.message for f in unique if f.severity == "error"}
     return [f for f in unique if f.severity == "error" or f.message not in reached]
 
 
+def _uncalled(trial: Trial, places: Sequence[Place]) -> list[Finding]:
+    """A note for each kind of place whose function no call reached: the numbers say nothing about its kernel."""
+
+    def kind(place: Place) -> tuple[str, str, str]:
+        assert place.function is not None
+        return place.kernel.name, place.function.name, starred(place.paths[0])
+
+    def run() -> None:
+        trial.outputs()
+        if trial.padded is not None:  # some functions are for the decode steps only
+            with quiet(), contextlib.suppress(Exception):  # a model that generates in another way: the numbers say so
+                model: Any = trial.model
+                model.generate(**trial.padded, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+
+    if not places:
+        return []
+    with torch.no_grad():
+        reached = {kind(place) for place in functions.called(places, trial.model, run)}
+    said = "a run on text never calls `{}` at `{}`: `{}` is not checked there"
+    return [
+        Finding("flow", "note", said.format(name, path, kernel), kernel)
+        for kernel, name, path in dict.fromkeys(kind(place) for place in places)
+        if (kernel, name, path) not in reached
+    ]
+
+
 def _run(trial: Trial, places: Sequence[Place]) -> list[_Seen]:
     root = trial.model
-    every = [_Seen(place) for place in places]
+    every = [_Seen(place) for place in places if place.function is None]  # a function takes no module away
     holders: dict[int, set[int]] = {}
     for module in root.modules():
         for parameter in module._parameters.values():

@@ -15,10 +15,11 @@ from torch import nn
 from kernelgraft.errors import UsageError
 from kernelgraft.layouts.elsewhere import elsewhere
 from kernelgraft.layouts.findings import Check, Finding, Severity, in_one_line, starred
-from kernelgraft.layouts.packages import signature_drift
+from kernelgraft.layouts.functions import function_drift
 from kernelgraft.layouts.records import Place
 from kernelgraft.layouts.rules import resolve
 from kernelgraft.layouts.samples import Sample, differences, on_meta, representatives, shape_of
+from kernelgraft.layouts.signatures import signature_drift
 
 
 def dry_run(root: nn.Module, places: Sequence[Place]) -> list[Finding]:
@@ -49,7 +50,11 @@ def _place(sample: Sample, config: Any) -> Iterator[Finding]:
     def finding(check: Check, message: str, severity: Severity = "error") -> Finding:
         return Finding(check, severity, message, kernel.name)
 
-    if kernel.fusion == "chain" or not kernel.entry.is_fusion:
+    if sample.place.function is not None:
+        drift = function_drift(sample.place, sample.children[0])
+        if drift is not None:
+            yield finding("signature", f"{drift}, at {sample.where}: give it the parameters of the function by name")
+    elif kernel.fusion == "chain" or not kernel.entry.is_fusion:
         drift = signature_drift(kernel.kernel, type(sample.children[0]))
         if drift is not None:
             yield finding(

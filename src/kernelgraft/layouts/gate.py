@@ -131,7 +131,9 @@ def _judged(trial: Trial, kernels: Sequence[LoadedKernel], wanted: Reference) ->
         ):
             break  # two tokens as good as equal: what follows is another text
     if wanted.wide_gradients and all(kernel.has_backward or _trains_itself(kernel) for kernel in kernels):
-        return _trained(trial, model, who, wanted, finding)
+        otherwise = "give the Layout a forward that trains" if any(k.layout for k in kernels) else "the original trains"
+        mend = f"write its backward, or set has_backward = False and {otherwise}"
+        return _trained(trial, model, who, wanted, finding, mend)
     return []
 
 
@@ -145,9 +147,8 @@ def _trains_itself(kernel: LoadedKernel) -> bool:
 
 
 def _trained(
-    trial: Trial, model: nn.Module, who: str, wanted: Reference, finding: Callable[..., Finding]
+    trial: Trial, model: nn.Module, who: str, wanted: Reference, finding: Callable[..., Finding], mend: str
 ) -> list[Finding]:
-    mend = "write its backward, or set has_backward = False and give the Layout a forward that trains"
     try:
         gradients = _gradients(trial, model)
     except Exception as error:  # whatever a kernel's backward raises

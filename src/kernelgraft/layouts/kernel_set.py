@@ -21,11 +21,12 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class KernelSet:
     """Which modules take which kernels: an immutable set that any number of models can be loaded with.
 
-    Takes the arguments of transformers' KernelConfig: a dict of a class name, or a tuple of (class name, path pattern)
-    pairs for a fusion, to `"owner/repo:Class"` (version 1), `("owner/repo:Class", {"version" | "revision": …,
-    "trust_remote_code": bool | list of repositories})`, `"folder:Class"`, a repository object of `kernels`, or a dict
-    {device type: one of these}. Unlike a KernelConfig it is not changed by a load. With `use_local_kernel` every place
-    is a folder. transformers' own default mapping is never added (`inherit_mapping` has no effect).
+    Takes the arguments of transformers' KernelConfig: a dict of a class name, the name of a function, or a tuple of
+    (class name, path pattern) pairs for a fusion, to `"owner/repo:Class"` (version 1), `("owner/repo:Class", {"version"
+    | "revision": …, "trust_remote_code": bool | list of repositories})`, `"folder:Class"`, a repository object of
+    `kernels`, or a dict {device type: one of these}. Unlike a KernelConfig it is not changed by a load. With
+    `use_local_kernel` every place is a folder. transformers' own default mapping is never added (`inherit_mapping` has
+    no effect).
     Raises UsageError, one line, for what cannot be read.
     """
 
@@ -195,8 +196,9 @@ def read_value(value: Any, key: Any, local: bool = False) -> tuple[Source, str]:
         if len(value) != 2 or not isinstance(value[0], str) or not isinstance(value[1], Mapping):
             raise UsageError(f"{_show(value)} for {_show(key)} is no kernel: write {FORMS}")
         return _read_place(value[0], _read_metadata(value[1], value[0], key), key, local)
-    if isinstance(getattr(value, "layer_name", None), str) and callable(getattr(value, "load", None)):
-        return _read_repository(value, key), value.layer_name
+    name = getattr(value, "layer_name", getattr(value, "func_name", None))
+    if isinstance(name, str) and callable(getattr(value, "load", None)):
+        return _read_repository(value, key), name
     raise UsageError(
         f"{_show(value)} for {_show(key)} is no kernel: write {FORMS}, or a repository object of `kernels`"
     )

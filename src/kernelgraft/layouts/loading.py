@@ -120,7 +120,7 @@ def _is_offloaded(model: PreTrainedModel, loaded: Sequence[LoadedKernel]) -> boo
     """Whether a device map put tensors that kernels take to the disk, or to where they are only fetched from."""
     if not getattr(model, "hf_device_map", None):
         return False
-    taken = [path for place in places(model, loaded) for path in place.paths]
+    taken = [path for place in places(model, loaded) if place.function is None for path in place.paths]
     return any(parameter.is_meta for path in taken for parameter in model.get_submodule(path).parameters())
 
 

@@ -1,7 +1,8 @@
 """Which modules of one model a set of kernels replaces.
 
 Class names and paths must both match. What a fusion takes, a string key leaves alone: the string means "every module of
-this class that nothing more exact names". Anything ambiguous is refused before a module is touched.
+this class that nothing more exact names". A string that is in no class name names a function that modules call.
+Anything ambiguous is refused before a module is touched.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kernelgraft.errors import ConflictError, UsageError
+from kernelgraft.layouts import functions
 from kernelgraft.layouts.records import LoadedKernel, Part, Place
 
 
@@ -26,11 +28,13 @@ class Untouched:
     class_name: str
     kernel: str
     reason: str
+    function: str | None = None
+    """The name of the function that it is about; None: the module itself."""
 
 
 @dataclass(frozen=True)
 class Matching:
-    """The replacements in the order of the kernels, and what was passed over."""
+    """The replacements in the order of the kernels, those of functions last, and what was passed over."""
 
     places: tuple[Place, ...]
     untouched: tuple[Untouched, ...]
@@ -65,11 +69,15 @@ def match(model: nn.Module, loaded: Sequence[LoadedKernel]) -> Matching:
 
     single: dict[int, list[Place]] = {}
     holders: dict[str, Place] = {}
+    unmatched: list[int] = []
     # A key that is the name of the class goes before one that is found in it.
     order = sorted(range(len(loaded)), key=lambda i: not _names_a_class(loaded[i], modules))
     for index in (i for i in order if not loaded[i].entry.is_fusion):
         kernel = loaded[index]
         single[index] = []
+        if not any(class_matches(kernel.entry.parts[0].class_name, m) for path, m in modules.items() if path):
+            unmatched.append(index)
+            continue
         for place in _singles(kernel, modules, owner, untouched):
             path = place.paths[0]
             held = holders.setdefault(path, place)
@@ -83,6 +91,7 @@ def match(model: nn.Module, loaded: Sequence[LoadedKernel]) -> Matching:
                 raise ConflictError(f"`{path}` is matched by {both}; make one of them the name of the class")
     found = [place for index in range(len(loaded)) for place in (*fused.get(index, ()), *single.get(index, ()))]
     _refuse_overlaps(found)
+    found += _functions([loaded[index] for index in sorted(unmatched)], modules, found, untouched)
     return Matching(tuple(found), tuple(untouched))
 
 
@@ -142,12 +151,60 @@ def _singles(
         else:
             reason = f"the fusion `{taker.kernel.name}` takes it"
             untouched.append(Untouched(path, type(modules[path]).__name__, kernel.name, reason))
-    if not hits:
-        near = _near(wanted, {type(m).__name__ for m in inner.values()})
-        raise UsageError(f"the key `{wanted}` matches no class of the model; {near}")
     if not free:
         raise UsageError(f"the key `{wanted}` matches only modules that fusions take; leave it out")
     return free
+
+
+def _functions(
+    kernels: Sequence[LoadedKernel],
+    modules: dict[str, nn.Module],
+    taken: Sequence[Place],
+    untouched: list[Untouched],
+) -> list[Place]:
+    """The places of string keys that no class matches: modules that call the function of that name.
+
+    A name by which a function is registered goes before one that it has itself.
+    """
+    if not kernels:
+        return []
+    replaced = {path: place for place in taken for path in place.paths}
+    unique = {id(module): path for path, module in reversed(modules.items())}
+    found: list[Place] = []
+    holders: dict[tuple[str, str], Place] = {}
+    for kernel in kernels:
+        wanted = kernel.entry.parts[0].class_name
+        both = [(path, functions.uses_named(modules[path], wanted)) for path in reversed(unique.values())]
+        registered = any(use for _, (use, _) in both)
+        hits = [(path, use) for path, (by, own) in both for use in (by if registered else own)]
+        if not hits:
+            near = _near(wanted, {type(m).__name__ for m in modules.values()} | _function_names(modules.values()))
+            raise UsageError(f"the key `{wanted}` matches no class and no function of the model; {near}")
+        if kernel.layout is not None:
+            raise UsageError(
+                f"the key `{wanted}` is a function of the model, which has no parameters for "
+                f"`{kernel.layout.__name__}`: give a kernel without a Layout"
+            )
+        free = []
+        for path, use in hits:
+            taker = replaced.get(path) or next((replaced[o] for o in _ancestors(path) if o in replaced), None)
+            if taker is not None:
+                reason = f"`{taker.kernel.name}` replaces the module that calls `{use.name}`"
+                untouched.append(Untouched(path, type(modules[path]).__name__, kernel.name, reason, use.name))
+                continue
+            free.append(Place(kernel, *_named(path), use))
+            held = holders.setdefault((path, use.name), free[-1])
+            if held is not free[-1]:
+                keys = f"the keys `{held.kernel.entry.key}` and `{wanted}`"
+                raise ConflictError(f"`{use.name}` at `{path}` is matched by {keys}; keep one of them")
+        if not free:
+            raise UsageError(f"the key `{wanted}` matches only functions of modules that are replaced; leave it out")
+        found += free
+    return found
+
+
+def _function_names(modules: Iterable[nn.Module]) -> set[str]:
+    return {name for module in {type(m): m for m in modules}.values() for name in functions.names(module)}
 
 
 def _named(path: str) -> tuple[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from kernelgraft.errors import MissingExtraError, UsageError
 from kernelgraft.layouts.kernel_set import KernelSet
 from kernelgraft.layouts.locating import Location, locate
 from kernelgraft.layouts.records import FUSIONS, Entry, LoadedKernel
+from kernelgraft.layouts.signatures import as_class, parameters
+from kernelgraft.layouts.signatures import signature_drift as signature_drift
 from kernelgraft.layouts.variants import lacks_architecture
 
 FLAGS = ("can_torch_compile", "has_backward")
@@ -43,7 +45,7 @@ def load(entry: Entry, *, device: str | None = None, pinned: bool = False) -> Lo
         if pinned:
             raise UsageError(f"{entry} does not say which commit its code is of: give owner/repo:Class with a revision")
         kernel = entry.source.repository.load()
-        location = Location(Path(inspect.getfile(kernel)).parent)
+        location = Location(Path(inspect.getfile(sys.modules[kernel.__module__])).parent)
     else:
         location = locate(entry.source, device=device, pinned=pinned)
         _check_needs(location, entry, device)
@@ -76,44 +78,6 @@ def load_all(kernels: Any, *, device: str | None = None, pinned: bool = False) -
             else "the set of kernels is empty: give at least one, as {'RMSNorm': 'owner/repo:Class'}"
         )
     return tuple(load(entry, device=device, pinned=pinned) for entry in entries)
-
-
-def signature_drift(kernel: type[nn.Module], replaced: type[nn.Module]) -> str | None:
-    """Why calls that are meant for one class do not mean the same to a kernel's forward; None if they do.
-
-    Compared by name, order and kind: what is renamed would silently be lost in `**kwargs`. The first input may have
-    another name, since it is given by position.
-    """
-    ours, theirs = _parameters(kernel.forward), _parameters(replaced.forward)
-    wanted = [p for p in theirs if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    given = [p for p in ours if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if wanted and given and wanted[0].kind == given[0].kind and given[0].kind != given[0].KEYWORD_ONLY:
-        wanted[0] = wanted[0].replace(name=given[0].name)
-    names, others = [p.name for p in given], [p.name for p in wanted]
-    missing = [name for name in others if name not in names]
-    added = [name for name in names if name not in others]
-    if missing or added:
-        said = [f"lacks {', '.join(f'`{n}`' for n in missing)}"] if missing else []
-        said += [f"has {', '.join(f'`{n}`' for n in added)}, which `{replaced.__name__}` has not"] if added else []
-        lost = "; its **kwargs would swallow it" if missing and len(given) < len(ours) else ""
-        return f"`{kernel.__name__}.forward` {' and '.join(said)}{lost}"
-    if names != others:
-        return f"`{kernel.__name__}.forward` takes {', '.join(names)}, `{replaced.__name__}` {', '.join(others)}"
-    kinds = {p.name: p.kind for p in wanted}
-    moved = [p.name for p in given if p.kind != kinds[p.name]]
-    if moved:
-        how = {p.name: p.kind.description for p in given}[moved[0]]
-        other = f"`{replaced.__name__}` as {kinds[moved[0]].description}"
-        return f"`{kernel.__name__}.forward` takes `{moved[0]}` as {how}, {other}"
-    variable = {p.kind for p in theirs} - {p.kind for p in ours}
-    if any(kind in variable for kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)):
-        return f"`{kernel.__name__}.forward` has no **kwargs or *args, `{replaced.__name__}` has"
-    return None
-
-
-def _parameters(forward: Any) -> list[inspect.Parameter]:
-    """The parameters of a forward less self."""
-    return list(inspect.signature(forward).parameters.values())[1:]
 
 
 # --- importing ---
@@ -213,23 +177,25 @@ def _check_needs(location: Location, entry: Entry, device: str | None) -> None:
 
 
 def _find_kernel(module: ModuleType, entry: Entry) -> Any:
-    layers = getattr(module, "layers", None)
+    """A class of `layers`, or a function there or of the package itself, made a class."""
+    layers, name = getattr(module, "layers", None), entry.kernel_name
+    for home in (layers, module):
+        found = getattr(home, name, None)
+        if isinstance(found, FunctionType):
+            return as_class(found, name)
+        if found is not None and home is layers:
+            return found
     if layers is None:
         raise UsageError(
             f"the package of {entry} does not expose `layers`: write `from . import layers` in __init__.py"
         )
-    kernel = getattr(layers, entry.kernel_name, None)
-    if kernel is None:
-        classes = [name for name, value in vars(layers).items() if isinstance(value, type) and not name.startswith("_")]
-        kernels = [
-            name for name in classes if issubclass(getattr(layers, name), nn.Module) and not name.endswith("Layout")
-        ]
-        near = difflib.get_close_matches(entry.kernel_name, kernels, 1) or kernels
-        raise UsageError(
-            f"`layers` of {entry} has no class `{entry.kernel_name}`: "
-            f"{'it has ' + ', '.join(f'`{name}`' for name in near) if near else 'it has no kernel at all'}"
-        )
-    return kernel
+    classes = [name for name, value in vars(layers).items() if isinstance(value, type) and not name.startswith("_")]
+    kernels = [name for name in classes if issubclass(getattr(layers, name), nn.Module) and not name.endswith("Layout")]
+    near = difflib.get_close_matches(name, kernels, 1) or kernels
+    raise UsageError(
+        f"`layers` of {entry} has no class `{name}`: "
+        f"{'it has ' + ', '.join(f'`{other}`' for other in near) if near else 'it has no kernel at all'}"
+    )
 
 
 def _find_layout(kernel: type[nn.Module], entry: Entry) -> type[nn.Module] | None:
@@ -249,7 +215,7 @@ def _find_layout(kernel: type[nn.Module], entry: Entry) -> type[nn.Module] | Non
     if not isinstance(rules, list | tuple):
         raise UsageError(f"`{name}.conversion_mapping` is a {type(rules).__name__}: write a list of rules")
     if "forward" in vars(layout):
-        ours, theirs = ([p.name for p in _parameters(one.forward)] for one in (layout, kernel))
+        ours, theirs = ([p.name for p in parameters(one.forward)] for one in (layout, kernel))
         if ours != theirs:
             raise UsageError(
                 f"`{name}.forward` takes {', '.join(ours) or 'nothing'} and `{kernel.__name__}.forward` "

@@ -26,7 +26,7 @@ _BOTH = ("dtype", "torch_dtype", "attn_implementation", "use_safetensors")
 def linear_taken(model: nn.Module, loaded: Sequence[LoadedKernel]) -> tuple[str, str] | None:
     """The first module with a linear in it that a kernel takes, and the kernel; None if quantisers reach none."""
     for place in places(model, loaded):
-        for path in place.paths:
+        for path in place.paths if place.function is None else ():
             if any(isinstance(inner, nn.Linear) for inner in model.get_submodule(path).modules()):
                 return path, place.kernel.name
     return None

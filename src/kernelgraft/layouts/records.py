@@ -58,7 +58,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """One pair of a KernelSet: which modules (a class name, or the parts of a fusion) take which kernel.
+    """One pair of a KernelSet: which modules (a class name, a function that they call, a fusion) take which kernel.
 
     `device` is the type of device that the pair is meant for ("cuda"); None is any.
     """
@@ -122,15 +122,30 @@ class LoadedKernel:
 
 
 @dataclass(frozen=True)
+class FunctionUse:
+    """A Python function that the methods of a module call.
+
+    `name` is the function's own, `registered` the one by which transformers knows a kernel for it (None: it knows
+    none), `where` the pairs of a method and the global variable that holds the function there.
+    """
+
+    name: str
+    registered: str | None
+    where: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class Place:
     """One replacement in one model: the children `names` of the module at path `parent` ("" is the root).
 
-    A string key has one name; a fusion has one for each part, in the order of the parts.
+    A string key has one name; a fusion has one for each part, in the order of the parts. With `function` the module
+    stays, and only that function is replaced in its methods.
     """
 
     kernel: LoadedKernel
     parent: str
     names: tuple[str, ...] = field(default=())
+    function: FunctionUse | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -54,7 +54,8 @@ def representatives(root: nn.Module, places: Sequence[Place]) -> list[Sample]:
         sample = Sample(place, tuple(root.get_submodule(path) for path in place.paths))
         classes = tuple(type(child) for child in sample.children)
         looks = tuple((starred(name), tuple(tensor.shape)) for name, tensor in sample.values().items())
-        key = (id(place.kernel), starred(place.parent), tuple(starred(name) for name in place.names), classes, looks)
+        path = (starred(place.parent), *(starred(name) for name in place.names))
+        key = (id(place.kernel), path, place.function, classes, looks)
         kinds.setdefault(key, sample)
     return list(kinds.values())
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from kernelgraft.errors import GraftError, UsageError
-from kernelgraft.layouts import building, hooks
+from kernelgraft.layouts import building, functions, hooks
 from kernelgraft.layouts.following import VIEWS, Views, shares
-from kernelgraft.layouts.packages import signature_drift
 from kernelgraft.layouts.records import Place
 from kernelgraft.layouts.residual import with_addition
 from kernelgraft.layouts.rules import Conversion, resolve
 from kernelgraft.layouts.saving import NAMES, Names, take_originals
+from kernelgraft.layouts.signatures import signature_drift
 from kernelgraft.layouts.standing_in import PassedOn, SharedPart
 from kernelgraft.sites import current, install
 
@@ -46,7 +46,7 @@ class Seat:
     parent: nn.Module
     children: tuple[nn.Module, ...]
     layout: nn.Module | None = None
-    """None for a kernel without a Layout: the module stays, and runs the kernel's forward."""
+    """None for a kernel without a Layout: the module stays, and runs or calls the kernel's forward."""
     names: Names | None = None
     new: dict[str, str] = field(default_factory=dict)
     """Attribute path in the Layout by key, of the tensors that rules make."""
@@ -143,6 +143,11 @@ def draft(root: nn.Module, place: Place, facts: Facts) -> Seat:
     parent = root.get_submodule(place.parent)
     children = tuple(parent.get_submodule(name) for name in place.names)
     kernel = place.kernel
+    if place.function is not None:
+        functions.refuse_replaced(place, children[0])
+        if drift := functions.function_drift(place, children[0]):
+            raise UsageError(f"{drift}: `{place.paths[0]}` would call it wrongly; take a kernel of that signature")
+        return Seat(place, parent, children)
     _refuse_special(facts, place, children)
     if not kernel.entry.is_fusion:
         if drift := signature_drift(kernel.kernel, type(children[0])):
@@ -178,6 +183,10 @@ def seat(root: nn.Module, draft: Seat) -> None:
     """Convert the tensors and put the Layout on the model. If it raises, the model is as it was."""
     place = draft.place
     try:
+        if place.function is not None:
+            for undo in functions.put(place, draft.children[0]):
+                draft.undos.append(undo)
+            return
         if draft.layout is None:
             below = current(draft.children[0])
             draft.undos.append(install(draft.children[0], "forward", building.kernel_forward(place.kernel, below)))
