@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import kernelgraft
 from kernelgraft.errors import ConflictError, GraftError, UsageError
 from kernelgraft.layouts import KernelSet, apply_layouts, check, find_layouts, functions, load_all
+from kernelgraft.layouts.dry_run import dry_run
 from kernelgraft.layouts.loading import dry_model
 from kernelgraft.layouts.matching import match
 from kernelgraft.layouts.quantising import linear_taken
@@ -277,6 +278,9 @@ def test_nothing_leaks(package: Path, tmp_path: Path) -> None:
     kernels = {"rotary_pos_emb": f"{package}:Half"}
     loaded = kernelgraft.from_pretrained(AutoModelForCausalLM, tmp_path, kernels=kernels)
     apply_layouts(model, kernels)
+    loaded.save_pretrained(tmp_path / "again")
+    files = [folder / "model.safetensors" for folder in (tmp_path, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     calls.clear()
     assert torch.equal(logits(plain), wanted) and torch.equal(logits(other), others)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), wanted) and not calls
@@ -466,6 +470,37 @@ def test_names_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ]
     finally:
         del sys.modules["registering"]
+
+
+def test_two_functions_of_one_name(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both places are replaced and both are looked at, though one module calls the two."""
+    (tmp_path / "twice.py").write_text(
+        "import torch\nfrom transformers.integrations import use_kernel_forward_from_hub\n\n\n"
+        '@use_kernel_forward_from_hub("turn")\ndef one(q, k, cos, sin, unsqueeze_dim=1):\n    return q, k\n\n\n'
+        '@use_kernel_forward_from_hub("turn")\ndef two(q, k, cosine, sin, unsqueeze_dim=1):\n    return q, k\n\n\n'
+        "class Holder(torch.nn.Module):\n"
+        "    def forward(self, q, k, cos, sin):\n        return two(*one(q, k, cos, sin), cos, sin)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        root = nn.ModuleDict({"a": importlib.import_module("twice").Holder()})
+        places = match(root, load_all({"turn": f"{package}:Half"})).places
+        assert [(place.paths, place.function and place.function.name) for place in places] == [
+            (("a",), "one"),
+            (("a",), "two"),
+        ]
+        assert [f.check for f in dry_run(root, places)] == ["signature"]
+        with pytest.raises(UsageError, match="which `two` has not"):
+            apply_layouts(root, {"turn": f"{package}:Half"}, check=False)
+        assert bare(root)
+        q = torch.randn(2, 1, 3, 4)
+        angles = torch.randn(1, 3, 4)
+        with apply_layouts(root, {"one": f"{package}:Half"}, check=False):
+            assert not torch.equal(root["a"](q, q, angles, angles)[0], q)
+        assert root["a"](q, q, angles, angles)[0] is q
+    finally:
+        del sys.modules["twice"]
 
 
 def test_a_repository_of_a_function(package: Path) -> None:
