@@ -53,7 +53,8 @@ def _place(sample: Sample, config: Any) -> Iterator[Finding]:
     if sample.place.function is not None:
         drift = function_drift(sample.place, sample.children[0])
         if drift is not None:
-            yield finding("signature", f"{drift}, at {sample.where}: give it the parameters of the function by name")
+            which = f"at {sample.where}, for the key `{kernel.entry.key}`"
+            yield finding("signature", f"{drift}, {which}: give it the parameters of the function by name")
     elif kernel.fusion == "chain" or not kernel.entry.is_fusion:
         drift = signature_drift(kernel.kernel, type(sample.children[0]))
         if drift is not None:
