@@ -262,9 +262,11 @@ def test_an_unknown_kernel_is_named_with_what_there_is(folder: Path, package: Pa
     refusal(folder, {"RMSNorm": f"{package}:ScaledNrom"}, "`ScaledNorm`")
 
 
-def test_a_function_is_no_key(folder: Path, package: Path) -> None:
-    # the function object is shared: models that were never kernelized run the kernel too
-    refusal(folder, {"rotary_pos_emb": f"{package}:PlainNorm"}, "`rotary_pos_emb`")
+def test_a_kernel_for_a_function_takes_what_it_takes(folder: Path, package: Path) -> None:
+    # upstream counts parameters; and the function object is shared, see test_layouts_functions.py::test_nothing_leaks
+    said = refusal(folder, {"rotary_pos_emb": f"{package}:PlainNorm"}, "`rotary_pos_emb`")
+    assert "`PlainNorm.forward` lacks `q`" in said
+    assert "`apply_rotary_pos_emb`" in said
 
 
 @pytest.mark.parametrize(
