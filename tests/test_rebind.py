@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 from kernelgraft.errors import RebindError
 from kernelgraft.sites import InterfaceProxy, current, global_functions, innermost, install, rebind, source_ref
-from kernelgraft.sites.rebind import function_tree
+from kernelgraft.sites.rebind import callee, function_tree
 from kernelgraft.sites.source import loaded_globals
 
 OFFSET = 1.0
@@ -480,3 +480,19 @@ def test_writing_through_the_proxy_reaches_the_real_object():
     assert real["mine"] is double and "mine" not in AttentionInterface()
     del proxy["mine"]
     assert "mine" not in real
+
+
+def test_a_function_that_kernels_made_a_module_of_is_that_function() -> None:
+    def turned(q: int, k: int) -> int:
+        return q - k
+
+    class Func(torch.nn.Module):  # as the package `kernels` makes one
+        kernel_layer_name = "turned"
+
+        def forward(self, *args: int, **kwargs: int) -> int:
+            return turned(*args, **kwargs)
+
+    made, plain = Func(), torch.nn.Linear(2, 2)
+    assert callee(made) is turned and callee(turned) is turned and callee(plain) is plain
+    made.forward = lambda q, k: q + k  # it runs another kernel by now
+    assert callee(made) is made

@@ -21,7 +21,7 @@ from kernelgraft.bench.result import Coverage
 from kernelgraft.errors import KernelgraftError
 from kernelgraft.patch.claims import Claim, collect, find_root
 from kernelgraft.records import Graft
-from kernelgraft.sites import InterfaceProxy, Undo, current, innermost, install, rebind, statements
+from kernelgraft.sites import InterfaceProxy, Undo, callee, current, innermost, install, rebind, statements
 
 WARMUP_RUNS = 1
 RUNS = 3
@@ -136,7 +136,7 @@ def _with_ranges(group: Sequence[Claim], recorder: Recorder) -> Callable[..., An
     for site in (claim.site for claim in group):
         symbol = site.symbol or ""
         if site.kind == "function":
-            names[symbol] = recorder.wrap(scope[symbol], site.key)
+            names[symbol] = recorder.wrap(callee(scope[symbol]), site.key)
         elif site.kind == "attention":
             names[symbol] = InterfaceProxy(scope[symbol], functools.partial(_attention, recorder, site.key))
         elif site.kind == "statement":

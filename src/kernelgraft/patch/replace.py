@@ -12,7 +12,7 @@ from kernelgraft import families
 from kernelgraft.families.base import Seat
 from kernelgraft.patch.claims import PATCHED, Claim
 from kernelgraft.patch.dispatch import Dispatcher
-from kernelgraft.sites import InterfaceProxy, current, innermost, rebind, statements
+from kernelgraft.sites import InterfaceProxy, callee, current, innermost, rebind, statements
 
 Function = Callable[..., Any]
 
@@ -46,7 +46,7 @@ class Replacer:
         for claim in group:
             symbol = claim.site.symbol or ""
             if claim.site.kind == "function":
-                names[symbol] = self._seat(claim, self._dispatcher(claim).counted(scope[symbol]))
+                names[symbol] = self._seat(claim, self._dispatcher(claim).counted(callee(scope[symbol])))
             elif claim.site.kind == "attention":
                 seat = families.get(claim.patch.family).seat(claim.patch.semantics)
                 wanted = claim.site.detail.get("implementation")

@@ -11,7 +11,7 @@ from kernelgraft.sites.calls import Call
 from kernelgraft.sites.capture import Capture, Run, capture, generate
 from kernelgraft.sites.discover import discover
 from kernelgraft.sites.install import Undo, current, install
-from kernelgraft.sites.rebind import global_functions, innermost, rebind, source_ref
+from kernelgraft.sites.rebind import callee, global_functions, innermost, rebind, source_ref
 from kernelgraft.sites.statements import injected_name, original, transformer
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "InterfaceProxy",
     "Run",
     "Undo",
+    "callee",
     "capture",
     "current",
     "discover",

@@ -23,7 +23,7 @@ from kernelgraft.records import Regime, Site
 from kernelgraft.sites import statements
 from kernelgraft.sites.calls import Call, copied, differ, signature
 from kernelgraft.sites.install import current, install
-from kernelgraft.sites.rebind import innermost, rebind
+from kernelgraft.sites.rebind import callee, innermost, rebind
 
 CALLS_PER_KIND = 4
 """At most so many calls of a site are kept per run and regime: a growing cache makes every step's shapes new."""
@@ -261,7 +261,7 @@ def _recorder(tape: _Tape, where: tuple[str, nn.Module], name: str, sites: Seque
     names: dict[str, Any] = {}
     for site in sites:
         if site.kind == "function":
-            names[site.symbol or ""] = _function(tape, site, where, scope[site.symbol or ""])
+            names[site.symbol or ""] = _function(tape, site, where, callee(scope[site.symbol or ""]))
         elif site.kind == "attention":
             names[site.symbol or ""] = _attention(tape, site, where, scope[site.symbol or ""])
         elif site.kind == "statement":

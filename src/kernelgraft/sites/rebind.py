@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from kernelgraft.errors import RebindError
 from kernelgraft.records import SourceRef
 from kernelgraft.sites.source import cite, compile_tree, loaded_globals, read_tree
@@ -75,15 +77,29 @@ def rebind(
 def global_functions(method: Callable[..., Any]) -> dict[str, types.FunctionType]:
     """Globals that the innermost function of `method` loads and that are Python functions, under their decorators.
 
-    Functions of torch, classes and builtins are left out.
+    Functions of torch, classes and builtins are left out. The package `kernels`, where it is installed, makes modules
+    of functions: those count as what they hold (`callee`).
     """
     inner = innermost(method)
     found = {}
     for name in sorted(loaded_globals(inner.__code__)):
-        value = inspect.unwrap(inner.__globals__[name]) if callable(inner.__globals__.get(name)) else None
+        value = callee(inner.__globals__.get(name))
+        value = inspect.unwrap(value) if callable(value) else None
         if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch":
             found[name] = value
     return found
+
+
+def callee(value: Any) -> Any:
+    """What a global's call runs: the function that the package `kernels` made a module of, else the global itself.
+
+    A module that runs another kernel by now is left as it is.
+    """
+    if not isinstance(value, nn.Module) or not hasattr(type(value), "kernel_layer_name") or "forward" in vars(value):
+        return value
+    closure = getattr(type(value).forward, "__closure__", None) or ()
+    held = [cell.cell_contents for cell in closure if isinstance(cell.cell_contents, types.FunctionType)]
+    return held[0] if len(held) == 1 else value
 
 
 def function_tree(method: Callable[..., Any]) -> ast.FunctionDef:
