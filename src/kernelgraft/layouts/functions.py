@@ -23,6 +23,7 @@ from kernelgraft.errors import RebindError, UsageError
 from kernelgraft.layouts.records import FunctionUse, LoadedKernel, Place
 from kernelgraft.layouts.signatures import drift
 from kernelgraft.sites import current, innermost, install, rebind
+from kernelgraft.sites.rebind import made_from
 from kernelgraft.sites.source import loaded_globals
 
 _DECORATORS = (
@@ -197,19 +198,11 @@ def _function(value: Any) -> tuple[types.FunctionType, str | None] | None:
     plain = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
     registered = getattr(plain, _LAYER_NAME, None) if isinstance(plain, nn.Module) else None
     if registered is not None:
-        plain = inspect.unwrap(_inside(type(plain)))
+        held = made_from(type(plain))
+        plain = held if held is None else inspect.unwrap(held)
     if not isinstance(plain, types.FunctionType) or plain.__module__.partition(".")[0] == "torch":
         return None
     return plain, registered or _registered(plain.__module__).get(plain.__name__)
-
-
-def _inside(made: type[nn.Module]) -> Any:
-    """The function that `kernels` made a module of: its forward calls it through its closure."""
-    forward = made.forward
-    if not isinstance(forward, types.FunctionType):
-        return None
-    held = [c.cell_contents for c in forward.__closure__ or () if isinstance(c.cell_contents, types.FunctionType)]
-    return held[0] if len(held) == 1 else None
 
 
 def _plain_of(module: nn.Module, use: FunctionUse) -> types.FunctionType:

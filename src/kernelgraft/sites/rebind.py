@@ -97,9 +97,15 @@ def callee(value: Any) -> Any:
     """
     if not isinstance(value, nn.Module) or not hasattr(type(value), "kernel_layer_name") or "forward" in vars(value):
         return value
-    closure = getattr(type(value).forward, "__closure__", None) or ()
+    held = made_from(type(value))
+    return value if held is None else held
+
+
+def made_from(made: type[nn.Module]) -> types.FunctionType | None:
+    """The function that the package `kernels` made a class of modules from: its forward calls it through a closure."""
+    closure = getattr(made.forward, "__closure__", None) or ()
     held = [cell.cell_contents for cell in closure if isinstance(cell.cell_contents, types.FunctionType)]
-    return held[0] if len(held) == 1 else value
+    return held[0] if len(held) == 1 else None
 
 
 def function_tree(method: Callable[..., Any]) -> ast.FunctionDef:
