@@ -439,6 +439,34 @@ def test_a_configuration_for_another_class_is_refused() -> None:
         tuning.run_with(row_plans.SMALL, key, (rms_norm, row_plans), lambda: rms_norm.rms_norm(x))
 
 
+def test_plans_are_made_anew_and_kernels_are_kept() -> None:
+    """A kernel made anew inside the capture of a CUDA graph is loaded there, which ends the process."""
+    from kernelgraft.cutile import plans
+    from kernelgraft.kernels import attention_decode, linear_decode, linear_tiles
+
+    kernel = plans.hinted(attention_decode.attention_decode_kernel, 2, None)
+    query, key, value = (torch.randn(1, heads, n, 64).bfloat16() for heads, n in ((4, 1), (2, 32), (2, 32)))
+    attention_decode.attention_decode(query, key, value, scaling=0.125)
+    linear_decode.linear_decode(torch.randn(1, 64).bfloat16(), torch.randn(32, 64).bfloat16())
+    made = linear_tiles.kernel_of.cache_info().currsize
+    assert attention_decode._plan.cache_info().currsize and linear_decode._call.cache_info().currsize and made
+    tuning.forget_plans(attention_decode, linear_decode)
+    assert not attention_decode._plan.cache_info().currsize and not linear_decode._call.cache_info().currsize
+    assert plans.hinted(attention_decode.attention_decode_kernel, 2, None) is kernel
+    assert linear_tiles.kernel_of.cache_info().currsize == made
+
+
+def test_an_abort_is_told_by_what_it_says_not_by_its_stack(tmp_path: Path) -> None:
+    from kernelgraft.cutile.tuner import _last_words
+
+    log = tmp_path / "child.log"
+    log.write_text("terminate called\n  what():  captures_underway.empty()\nFatal Python error: Aborted\n\nlast\n")
+    assert _last_words(log) == "what():  captures_underway.empty()"
+    log.write_text("one\ntwo\n\n")
+    assert _last_words(log) == "two"
+    assert _last_words(tmp_path / "none") == ""
+
+
 def test_spaces_of_all_kernels_hold_few_configurations_that_json_can_hold() -> None:
     from kernelgraft.kernels.examples import tuned_modules
 

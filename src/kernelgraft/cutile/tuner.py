@@ -380,7 +380,7 @@ class _Crew:
         """A child that died or hangs: what it had under way gets the outcome, a new child goes on with the rest."""
         culprit, stage = child.current, STAGES[child.stage]
         exit_code = self._end(child, patience_s=2.0 if reason is None else 0.0)
-        said = _last_line(child.log)
+        said = _last_words(child.log)
         why = f"{stage}: {reason or _in_words(exit_code)}" + (f": {said}" if said else "")
         if culprit is not None:
             child.settle(culprit, status, why)
@@ -418,9 +418,13 @@ def _in_words(exit_code: int | None) -> str:
     return f"was ended by signal {-exit_code}"
 
 
-def _last_line(log: Path) -> str:
-    """The last thing that a child printed."""
+def _last_words(log: Path) -> str:
+    """The last thing that a child printed; what it died of, if an abort says that above the stack."""
     with contextlib.suppress(OSError):
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        for mark in ("what():", "INTERNAL ASSERT", "Assertion", "Fatal Python error"):
+            for line in lines:
+                if mark in line:
+                    return line[:200]
         return lines[-1][:200] if lines else ""
     return ""

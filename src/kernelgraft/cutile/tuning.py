@@ -146,10 +146,14 @@ def run_with(config: Any, key: tuple[str, str], modules: Sequence[ModuleType], c
 
 
 def forget_plans(*modules: ModuleType) -> None:
-    """Empty the caches of the functions of modules."""
+    """Empty the caches of the functions that modules define.
+
+    Not of those that they import: the kernels with their hints are kept (`plans.hinted`), as a kernel made anew is
+    loaded anew, and what is loaded or let go while a CUDA graph is captured ends the process.
+    """
     for module in modules:
         for value in list(vars(module).values()):
-            if callable(clear := getattr(value, "cache_clear", None)):
+            if callable(clear := getattr(value, "cache_clear", None)) and value.__module__ == module.__name__:
                 clear()
 
 

@@ -189,10 +189,7 @@ def shape_class(rows: int, width: int) -> str:
 
 
 def space(rows: int, width: int, device: int = -1) -> list[Choice]:
-    """Configurations worth trying, the default first.
-
-    None reads element by element: on an H200 such configurations, though the compiler takes all of them, died.
-    """
+    """Configurations worth trying, the default first."""
     first = default(rows, width, device)
     found = [
         Choice(tile, blocks, access, occupancy, warps)

@@ -68,12 +68,7 @@ class Choice:
 
     def hinted(self, kernel: Any) -> Any:
         """The kernel with the compiler hints."""
-        return _with_ctas(hinted(kernel, self.occupancy, self.worker_warps), self.ctas)
-
-
-@functools.lru_cache(maxsize=64)
-def _with_ctas(kernel: Any, ctas: int | None) -> Any:
-    return kernel if ctas is None else kernel.replace_hints(num_ctas=ctas)
+        return tiles.with_ctas(hinted(kernel, self.occupancy, self.worker_warps), self.ctas)
 
 
 def cross_entropy(

@@ -8,7 +8,9 @@ z = softcap · tanh(scale · hidden · weightᵀ / softcap) are the logits. Expo
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import cuda.tile as ct
 
@@ -19,6 +21,12 @@ LN_2 = math.log(2)
 NEGATIVE_INFINITY = float("-inf")
 NO_CAP, QUICK, FINE = 0, 1, 2
 """How logits are capped."""
+
+
+@functools.lru_cache(maxsize=64)
+def with_ctas(kernel: Any, ctas: int | None) -> Any:
+    """A kernel with the hint how many blocks work together; the same object each time, as each compiles anew."""
+    return kernel if ctas is None else kernel.replace_hints(num_ctas=ctas)
 
 
 def products(hidden, weight, t, v, TOKENS, WORDS, DEPTH, SWAP):
