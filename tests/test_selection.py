@@ -199,15 +199,67 @@ def test_in_a_graph_times_are_per_call_and_what_cannot_be_captured_is_out(monkey
 @pytest.mark.gpu
 def test_a_graph_holds_the_calls() -> None:
     x, count = torch.zeros(1, device="cuda"), graphs.CALLS
+    stream = torch.cuda.current_stream()
 
     def reads() -> None:
-        x.item()
+        (torch.ones(1 << 24, device="cuda") + x).sum().item()
 
-    found, calls = graphs.captured_graphs({"add": lambda: x.add_(1), "reads": reads})
-    assert (set(found), calls) == ({"add"}, count)
-    before = float(x)
-    found["add"]()
-    assert float(x) == before + count
+    def captured() -> None:
+        found, calls = graphs.captured_graphs({"add": lambda: x.add_(1), "reads": reads})
+        assert (set(found), calls) == ({"add"}, count)
+        before = float(x)
+        found["add"]()
+        assert float(x) == before + count
+
+    captured()
+    # A capture that failed leaves nothing behind: neither the device's random numbers, nor the allocator, nor the
+    # stream are in it, what it allocated can be given back, and the next capture works.
+    assert torch.cuda.current_stream() == stream
+    torch.manual_seed(3)
+    first, second = torch.randn(4, device="cuda"), torch.randn(4, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    torch.manual_seed(3)
+    torch.randn(4, device="cuda")
+    captured()
+    assert torch.equal(torch.randn(4, device="cuda"), second), "the numbers go on where they were"
+    assert not torch.equal(first, second)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved
+
+
+@pytest.mark.parametrize(
+    ("recording", "calls"),
+    [(True, ["end", "release", "state"]), (False, ["end", "state"])],
+    ids=["torch goes on recording", "torch has ended it"],
+)
+def test_a_failed_capture_is_ended_once(recording: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Generator:
+        def clone_state(self) -> str:
+            return "fresh"
+
+        def graphsafe_set_state(self, state: str) -> None:
+            assert state == "fresh"
+            seen.append("state")
+
+    def end(device: int, pool: Any) -> None:
+        seen.append("end")
+        assert (device, pool) == (0, (0, 7))
+        if not recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: seen.append("release"), raising=False)
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(),))
+    graphs._end_capture(0, (0, 7))
+    assert seen == calls
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: (_ for _ in ()).throw(RuntimeError("other")))
+    with pytest.raises(RuntimeError, match="other"):
+        graphs._end_capture(0, (0, 7))
 
 
 def test_integrate_seats_every_point(loaded: Any) -> None:

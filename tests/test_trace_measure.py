@@ -17,10 +17,11 @@ from torch._dynamo.testing import CompileCounter
 from trace_samples import adds_up, fake_gpu
 from transformers import GenerationConfig
 
-from kernelgraft import patch
+from kernelgraft import machine, patch
 from kernelgraft.bench import trace as tracing
 from kernelgraft.bench.result import Trace
 from kernelgraft.bench.trace import measure
+from kernelgraft.bench.trace_parsing import parse
 from kernelgraft.errors import UsageError
 from kernelgraft.records import Graft
 
@@ -53,7 +54,7 @@ def unchanged(before: dict[tuple[str, str], Any], model: nn.Module) -> bool:
 
 
 def generating(model: Any, new_tokens: int) -> Callable[[], Any]:
-    ids = torch.arange(3, 10)[None]
+    ids = torch.arange(3, 10, device=next(model.parameters()).device)[None]
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, disable_compile=True)
 
     def run() -> Any:
@@ -258,38 +259,126 @@ def test_without_a_gpu_there_is_no_trace() -> None:
         measure(nn.Linear(2, 2), lambda: None, regime="prefill", tokens=1)
 
 
+class RealGpu:
+    """A profiler of the real GPU that also keeps its trace and what torch's profiler sums up."""
+
+    total_us = 0.0
+    last: dict[str, Any]
+
+    def __call__(self, run: Callable[[], Any]) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            run()
+            torch.cuda.synchronize()
+        device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        notes = [e for e in profile.events() if e.device_type == device and not e.is_user_annotation]
+        self.total_us = sum(e.self_device_time_total for e in notes)
+        with tempfile.TemporaryDirectory() as folder:
+            profile.export_chrome_trace(f"{folder}/trace.json")
+            self.last = json.loads(Path(folder, "trace.json").read_bytes())
+        return self.last
+
+
 @pytest.mark.gpu
 def test_real_traces_add_up_to_the_profiler_s_total() -> None:
     from kernelgraft.kernels.rms_norm import rms_norm
 
-    model = nn.Sequential(nn.Linear(256, 256), nn.GELU()).cuda().bfloat16()
-    x, weight = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16), torch.rand(256, device="cuda").bfloat16()
-    totals = []
+    # No random numbers of the device: whatever other tests left there does not matter here.
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU()).bfloat16().cuda()
+    x, weight = torch.randn(64, 256).bfloat16().cuda(), torch.rand(256).bfloat16().cuda()
 
     def run() -> None:
         with torch.no_grad():
             for _ in range(3):
                 rms_norm(model(x), weight)
 
-    def profiler(function: Callable[[], Any]) -> dict[str, Any]:
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            function()
-            torch.cuda.synchronize()
-        device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-        notes = [e for e in profile.events() if e.device_type == device and not e.is_user_annotation]
-        totals.append(sum(e.self_device_time_total for e in notes))
-        with tempfile.TemporaryDirectory() as folder:
-            profile.export_chrome_trace(f"{folder}/trace.json")
-            found: dict[str, Any] = json.loads(Path(folder, "trace.json").read_bytes())
-        return found
-
     run()
+    profiler = RealGpu()
     trace = measure(model, run, regime="prefill", tokens=64, profiler=profiler)
     adds_up(trace, trace.kernel_us)
-    assert trace.kernel_us == pytest.approx(totals[0], rel=0.01)
+    assert trace.kernel_us == pytest.approx(profiler.total_us, rel=0.01)
     assert trace.kernels >= 9
     assert 0 < trace.cutile_percent < 100
     assert trace.languages_percent["cublas"] > 0
     assert {("0", "Linear", 3), ("1", "GELU", 3)} <= {(s.path, s.name, s.calls) for s in trace.modules}
     assert measure(model, run, regime="prefill", tokens=64).kernels == trace.kernels
+
+
+def norms_of(loaded: Any, supplier: str) -> Graft:
+    """A graft that seats a supplier's first Solution at every norm."""
+    from kernelgraft import suppliers
+
+    made, here = hand_made.make_graft(loaded, only={"rms_norm"}), machine.read()
+    found: dict[str, Any] = {}
+    for name, definition in made.definitions.items():
+        answer = suppliers.select([supplier])[0].candidates(definition, here)
+        assert isinstance(answer, list) and answer, answer
+        found[name] = answer[0]
+    patches = []
+    for one in made.patches:
+        seats = tuple(s.model_copy(update={"solution": found[s.definition].name}) for s in one.seats)
+        patches.append(one.model_copy(update={"seats": seats}))
+    return made.model_copy(update={"patches": tuple(patches), "solutions": {s.name: s for s in found.values()}})
+
+
+def check_grafted_norms(loaded: Any, graft: Graft, profiler: Any, language: str | None) -> None:
+    """The original with a graft of its norms at hand, then the grafted model, in a prefill and in decode steps."""
+    model = loaded.model
+    run = generating(model, 4)
+    run()
+    for regime in ("prefill", "decode"):
+        before = measure(model, run, regime=regime, tokens=7, graft=graft, profiler=profiler)
+        adds_up(before, before.kernel_us)
+        whole = [parse(profiler.last, regime=r, tokens=7).kernel_us for r in ("prefill", "decode")]
+        assert before.kernel_us == pytest.approx(whole[regime == "decode"])
+        assert sum(whole) == pytest.approx(profiler.total_us, rel=0.01)
+        assert before.replaced_percent == pytest.approx(inside(before, "norm"))
+        assert before.replaced_percent is not None and 1 < before.replaced_percent < 100
+        assert before.cutile_percent == 0
+        assert " 0.00% <<<" in tracing.coverage_line(before)
+        with patch.apply(graft, model) as applied:
+            run()
+            after = measure(model, run, regime=regime, tokens=7, applied=applied, profiler=profiler)
+        adds_up(after, after.kernel_us)
+        whole = [parse(profiler.last, regime=r, tokens=7).kernel_us for r in ("prefill", "decode")]
+        assert sum(whole) == pytest.approx(profiler.total_us, rel=0.01)
+        assert not any(s.path.endswith("norm") for s in after.uncovered), "they are served"
+        if language is not None:
+            share = after.languages_percent[language]
+            assert 1 < share < 100
+            assert after.cutile_percent == share == pytest.approx(inside(after, "norm"), abs=0.5)
+            assert f"(GPU Time):{share:9.2f}% <<<" in tracing.coverage_line(after)
+            assert after.kernels < before.kernels
+
+
+def test_a_graft_s_kernels_stand_where_the_original_s_time_was(loaded: Any) -> None:
+    check_grafted_norms(loaded, norms_of(loaded, "torch"), FakeTotal(), None)
+
+
+class FakeTotal:
+    """The fake GPU, with its total."""
+
+    total_us = 0.0
+    last: dict[str, Any]
+
+    def __call__(self, run: Callable[[], Any]) -> dict[str, Any]:
+        self.last = fake_gpu(run)
+        self.total_us = sum(e["dur"] for e in self.last["traceEvents"] if e.get("cat") == "kernel")
+        return self.last
+
+
+@pytest.mark.gpu
+def test_a_graft_s_cutile_kernels_are_its_coverage_and_sums_are_the_profiler_s() -> None:
+    own = hand_made.load("llama", dtype=torch.bfloat16)
+    own.model.cuda()
+    graft = norms_of(own, "kernelgraft")
+    profiler = RealGpu()
+    check_grafted_norms(own, graft, profiler, "cutile")
+    model, run = own.model, generating(own.model, 1)  # one token: all of the run is the prefill
+    with patch.apply(graft, model) as applied:
+        run()
+        trace = measure(model, run, regime="prefill", tokens=7, applied=applied, profiler=profiler)
+    adds_up(trace, trace.kernel_us)
+    assert trace.kernel_us == pytest.approx(profiler.total_us, rel=0.01)
+    assert trace.cutile_percent > 1

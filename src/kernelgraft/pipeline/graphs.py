@@ -10,6 +10,8 @@ import torch
 CALLS = 16
 """In one graph: launching the graph itself is then a small part."""
 WARMUP = 3
+_abandoned: list[Any] = []
+"""Graphs whose capture failed: torch's allocator of pinned memory may still ask them whether they capture."""
 
 
 def captured_graphs(functions: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], int]:
@@ -24,19 +26,38 @@ def captured_graphs(functions: Mapping[str, Callable[[], Any]]) -> tuple[dict[st
 def _captured(function: Callable[[], Any]) -> Any:
     """A graph of `CALLS` calls, None if a call needs the host (it reads a result, say)."""
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):  # capture wants the first calls (compilation, workspaces) to be over
         for _ in range(WARMUP):
             function()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             for _ in range(CALLS):
                 function()
     except RuntimeError:  # also torch's own errors of capturing: the call is not one for a graph
+        _abandoned.append(graph)
+        torch.cuda.set_stream(current)
+        _end_capture(torch.cuda.current_device(), pool)
         torch.cuda.synchronize()
         return None
     return graph
+
+
+def _end_capture(device: int, pool: Any) -> None:
+    """Tell torch that a capture is over which failed: up to 2.11 at least it goes on believing in it.
+
+    Its allocator would then refuse to give memory back or abort, and random numbers of the device would raise.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError as error:
+        if "not currently recording" not in str(error):
+            raise
+    else:  # what torch has not ended it has not released either
+        torch._C._cuda_releasePool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())  # the same numbers, without the mark of a capture
