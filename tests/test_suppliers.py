@@ -373,9 +373,82 @@ def test_gradients_flow_through_those_that_say_so(name: str) -> None:
 
 
 def test_every_variant_is_offered_for_something() -> None:
-    offered = {s.name.removesuffix(f"_{d.name}") for d in ALL.values() for s in candidates(d)}
+    with_gpu = MACHINE.model_copy(update={"gpu": "some GPU"})
+    found = [(d, OWN["torch"].candidates(d, with_gpu)) for d in ALL.values()]
+    offered = {s.name.removesuffix(f"_{d.name}") for d, each in found if not isinstance(each, Refusal) for s in each}
     listed = {row.name.replace(f"_{row.family}_", "_") for row in suppliers.select(["torch"])[0].catalogue(MACHINE)}
     assert offered == listed
+
+
+def cudnn(definition: Definition) -> Solution | None:
+    found = OWN["torch"].candidates(definition, MACHINE.model_copy(update={"gpu": "some GPU"}))
+    assert not isinstance(found, Refusal)
+    return next((s for s in found if s.name.startswith("torch_cudnn_")), None)
+
+
+CUDNN = {n: d for n, d in ALL.items() if n.startswith("attention-") and cudnn(d) is not None}
+
+
+def test_cudnn_is_offered_for_half_types_where_there_is_a_gpu() -> None:
+    assert set(CUDNN) == {f"attention-{n}-{BF16}" for n in ("plain", "full", "one query", "no groups")}
+    assert not [s for d in CUDNN.values() for s in candidates(d) if s.name.startswith("torch_cudnn_")]
+    wide = attention_definition(BF16, masked=False, head_dim=136, value_dim=136)
+    odd = attention_definition(BF16, masked=False, head_dim=36, value_dim=36)
+    assert cudnn(wide) is None and cudnn(odd) is None
+
+
+@pytest.mark.parametrize("name", CUDNN)
+def test_cudnn_gets_aligned_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU another function stands in for the operator, which looks at what it is given."""
+    definition, solution = CUDNN[name], cudnn(CUDNN[name])
+    assert solution is not None and solution.meta.guard.devices == ("cuda",)
+    findings = inspect_sources(solution, definition)
+    assert not findings.denied and not findings.warnings, findings
+    function, copies = load(solution), []
+
+    def operator(q: Any, k: Any, v: Any, *rest: Any, scale: float) -> Any:
+        mask, sums, p, causal, debug = rest
+        assert (mask, sums, p, debug) == (None, False, 0.0, False)
+        for x, given in zip((q, k, v), inputs, strict=True):
+            assert x.data_ptr() % 16 == 0 and x.stride(3) == 1 and not any(s * 2 % 16 for s in x.stride()[:3])
+            copies.append(x is not given)
+        grouped = q.shape[1] != k.shape[1]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return (attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped),)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", operator)
+    for sizes in sizes_of(definition):
+        inputs = fresh_inputs(definition, **sizes)
+        check(definition, function, inputs, f"{name} {sizes}")
+        assert not any(copies)
+        for change in (_shifted, _interleaved, lambda x: x.mT.contiguous().mT):
+            inputs = [change(x) for x in fresh_inputs(definition, **sizes)]
+            copies.clear()
+            check(definition, function, inputs, f"{name} {sizes} {change}")
+            assert any(copies) or sizes["kv_len"] == 1
+        copies.clear()
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    """Not on an address of 16 bytes."""
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
+def _interleaved(x: torch.Tensor) -> torch.Tensor:
+    """Rows that are not a multiple of 16 bytes apart."""
+    return torch.nn.functional.pad(x, (0, 3))[..., :-3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUDNN)
+def test_cudnn_on_a_gpu(name: str) -> None:
+    definition, solution = CUDNN[name], cudnn(CUDNN[name])
+    assert solution is not None
+    function = load(solution)
+    for sizes in (*sizes_of(definition), {"batch_size": 2, "q_len": 1, "kv_len": 77}):
+        for change in (lambda x: x, _shifted, _interleaved, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+            inputs = [change(x.cuda()) for x in fresh_inputs(definition, **sizes)]
+            check(definition, function, inputs, f"{name} {sizes}")
 
 
 def test_solutions_say_what_they_are() -> None:

@@ -10,6 +10,7 @@ from kernelgraft.suppliers.base import Listing, Refusal, Supplier
 from kernelgraft.suppliers.wording import in_words
 
 DEVICES = ("cpu", "cuda")
+FLOATS, HALVES = "float32, bfloat16 or float16 on cpu or cuda", "bfloat16 or float16 on cuda"
 
 
 class TorchSupplier(Supplier):
@@ -29,8 +30,8 @@ class TorchSupplier(Supplier):
                 name=f"torch_{family}_{variant}",
                 family=family,
                 language="python",
-                hardware=DEVICES,
-                guard=f"{what}; float32, bfloat16 or float16 on cpu or cuda",
+                hardware=DEVICES if variant not in torch_sources.GPU_ONLY else DEVICES[1:],
+                guard=f"{what}; {FLOATS if variant not in torch_sources.GPU_ONLY else HALVES}",
                 unavailable=self.unavailable(machine),
             )
             for family in torch_sources.FAMILIES
@@ -44,12 +45,12 @@ class TorchSupplier(Supplier):
         found = torch_sources.drafts(definition)
         if isinstance(found, str):
             return Refusal(self.name, found)
-        return [self._solution(definition, draft) for draft in found]
+        return [self._solution(definition, draft) for draft in found if machine.gpu is not None or not draft.gpu]
 
     def _solution(self, definition: Definition, draft: torch_sources.Draft) -> Solution:
-        family = definition.meta.family
+        family, devices = definition.meta.family, ("cuda",) if draft.gpu else DEVICES
         guard = Guard(
-            devices=DEVICES,
+            devices=devices,
             dtypes=torch_sources.float_dtypes(definition),
             autograd=draft.autograd,
             contiguous=draft.contiguous,
@@ -64,7 +65,7 @@ class TorchSupplier(Supplier):
             author=self.name,
             spec=BuildSpec(
                 language="python",
-                target_hardware=DEVICES,
+                target_hardware=devices,
                 entry_point=f"{file}::kernel",
                 dependencies=("torch",),
             ),

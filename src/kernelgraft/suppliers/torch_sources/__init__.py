@@ -16,6 +16,8 @@ from kernelgraft.records import Definition, Match
 FAMILIES = ("rms_norm", "layer_norm", "residual_norm", "rope", "gated_mlp", "attention")
 
 FLOATS = ("float16", "bfloat16", "float32")
+GPU_ONLY = ("cudnn",)
+"""Variants that only a CUDA device can run, on half types."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Draft:
     equal_axes: tuple[tuple[str, str], ...] = ()
     contiguous: tuple[str, ...] = ()
     last_dim_contiguous: tuple[str, ...] = ()
+
+    @property
+    def gpu(self) -> bool:
+        """Whether only a CUDA device can run it."""
+        return self.variant in GPU_ONLY
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the fused call without repeated keys, query heads packed as rows, or two products."""
+"""Attention in plain torch: the fused call without repeated keys, query heads packed as rows, cuDNN, two products."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kernelgraft.suppliers.torch_sources import FLOATS, Draft, cast, write
 CATALOGUE = {
     "packed": "scaled_dot_product_attention for one query: the query heads of a key head are its rows",
     "grouped": "scaled_dot_product_attention without repeating keys and values",
+    "cudnn": "cuDNN's attention, whichever torch would choose, keys not repeated",
     "products": "two matrix products around a float32 softmax, with softcap and sinks, keys not repeated",
 }
 
@@ -29,6 +30,9 @@ def drafts(definition: Definition) -> list[Draft] | str:
     if _groups(semantics) > 1:
         packed = Draft("packed", write(arguments, _packed(semantics, masked)), autograd=False, max_axes={"q_len": 1})
         found.insert(0, packed)
+    width = semantics["head_dim"]
+    if not masked and "float32" not in floats and width == semantics["value_dim"] <= 128 and not width % 8:
+        found.append(Draft("cudnn", _cudnn(semantics, arguments), autograd=False))
     return found
 
 
@@ -67,6 +71,19 @@ def _packed(semantics: dict[str, Any], masked: bool) -> list[str]:
         f"output = {call}",
         f"return output.reshape(batch, 1, {heads}, {semantics['value_dim']}).contiguous()",
     ]
+
+
+def _cudnn(semantics: dict[str, Any], arguments: list[str]) -> str:
+    causal = "query.shape[2] > 1" if semantics["causal"] and not semantics["decode_only"] else "False"
+    options = f"scaling={semantics['scaling']!r}, causal={causal}"
+    body = [
+        "from kernelgraft.kernels.cudnn_attention import cudnn_attention",
+        "",
+        "",
+        f"def kernel({', '.join(arguments)}):",
+        f"    return cudnn_attention(query, key, value, {options})",
+    ]
+    return "\n".join(body) + "\n"
 
 
 def _products(definition: Definition, masked: bool) -> list[str]:
