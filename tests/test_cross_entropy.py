@@ -14,6 +14,7 @@ pytest.importorskip("cuda.tile", reason="the kernels are written in cuTile: pip 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernelgraft.kernels import cross_entropy as module
+from kernelgraft.kernels import cross_entropy_once as once
 from kernelgraft.kernels.cross_entropy import REDUCTIONS, Choice, cross_entropy
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,16 +36,21 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choice | None], None]]:
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Sets the choice; the launch plans are forgotten then, and at the end."""
 
     def forget() -> None:
         module._plans.cache_clear()
         module._backward_plans.cache_clear()
+        once._groups.cache_clear()
 
-    def use(choice: Choice | None) -> None:
+    def use(choice: Choice | None, together: once.Choice | None = None) -> None:
+        """With a choice of the two passes they are taken one after the other, unless `together` says something else."""
         if choice is not None:
             monkeypatch.setattr(module, "choose", lambda *_: choice)
+        together = together or (None if choice is None else once.Choice(once=False))
+        if together is not None:
+            monkeypatch.setattr(once, "choose", lambda *_: together)
         forget()
 
     yield use
@@ -114,7 +120,7 @@ ON_GPU = [(F32, "default", 1), (BF16, "default", 0), (BF16, "chunks", 3), (F16, 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_losses_and_gradients(
-    dtype: torch.dtype, choice: str, words: dict[str, Any], device: str, choose: Callable[[Choice | None], None]
+    dtype: torch.dtype, choice: str, words: dict[str, Any], device: str, choose: Callable[..., None]
 ) -> None:
     turn = WORDS.index(words)
     spare(device, (dtype, choice, turn) not in ON_GPU)
@@ -140,7 +146,7 @@ def test_odd_sizes(size: tuple[int, int, int], device: str) -> None:
         close(cross_entropy(hidden, weight, labels), exact(hidden, weight, labels), F32, roundings=16)
 
 
-def test_many_tokens_and_every_axis_in_several_tiles(device: str, choose: Callable[[Choice | None], None]) -> None:
+def test_many_tokens_and_every_axis_in_several_tiles(device: str, choose: Callable[..., None]) -> None:
     choose(Choice(tokens=64, words=64, depth=32, chunk_bytes=4 * 150 * 256))
     hidden, weight, labels = inputs(150, 700, 100, BF16, device)
     ours = [x.clone().requires_grad_() for x in (hidden, weight)]
@@ -150,6 +156,55 @@ def test_many_tokens_and_every_axis_in_several_tiles(device: str, choose: Callab
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine.grad is not None and wanted.grad is not None
         close(mine.grad, wanted.grad, BF16, roundings=12)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_each_logit_once_in_groups_of_tokens(
+    dtype: torch.dtype, device: str, choose: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(None, once.Choice(chunk_bytes=1))  # chunks of 128 tokens
+    products: list[tuple[int, ...]] = []
+    monkeypatch.setattr(once, "product", noted := lambda *a: products.append(a[1].shape) or product(*a))
+    product = module.product
+    assert noted is once.product
+    hidden, weight, labels = inputs(300, 301, 40, dtype, device)
+    ours = [x.clone().requires_grad_() for x in (hidden, weight)]
+    theirs = [x.double().requires_grad_() for x in (hidden, weight)]
+    loss, expected = cross_entropy(*ours, labels, softcap=6.0), exact(*theirs, labels, softcap=6.0)
+    # Three chunks of logits; the hidden states' gradient by two groups of chunks of a half type, by three else.
+    assert sorted(products) == sorted([(40, 301)] * 3 + [(301, 40)] * (3 if dtype is F32 else 2))
+    close(loss.detach(), expected.detach(), F32, roundings=16)
+    for factor in (1.0, -2.5):  # the graph is gone through twice
+        for x in (*ours, *theirs):
+            x.grad = None
+        (loss * factor).backward(retain_graph=True)
+        (expected * factor).backward(retain_graph=True)
+        for mine, wanted in zip(ours, theirs, strict=True):
+            assert mine.grad is not None and wanted.grad is not None
+            close(mine.grad, wanted.grad, dtype, roundings=64 if dtype is F32 else 12)
+
+
+def test_when_each_logit_is_computed_once(choose: Callable[..., None]) -> None:
+    def groups(tokens: int, dtype: torch.dtype) -> list[list[int]]:
+        found = once._groups((tokens, 128256, 2048), dtype, -1, -100, 1.0, None)
+        return [[part.count for part in group] for group in found]
+
+    assert groups(4096, BF16) == [[512, 512]] * 4
+    assert groups(4096, F32) == [[512]] * 8
+    assert groups(8192, BF16) and not groups(16384, BF16) and groups(16384, F32)
+    assert not once.fits(F16)
+    choose(None, once.Choice(once=False))
+    assert not groups(4096, BF16)
+
+
+def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "with_gradients", lambda *_: pytest.fail("gradients"))
+    hidden, weight, labels = inputs(6, 40, 32, F32, "cpu")
+    hidden.requires_grad_()
+    with torch.no_grad():
+        assert not cross_entropy(hidden, weight, labels).requires_grad
+    assert cross_entropy(hidden, weight, labels, reduction="none").requires_grad
+    assert cross_entropy(hidden.half(), weight.half(), labels).requires_grad
 
 
 def test_views_and_leading_axes(device: str) -> None:
@@ -193,7 +248,7 @@ def test_extreme_logits(device: str) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_words_that_cannot_come(choice: str, device: str, choose: Callable[[Choice | None], None]) -> None:
+def test_words_that_cannot_come(choice: str, device: str, choose: Callable[..., None]) -> None:
     spare(device, choice == "fused")
     choose(CHOICES[choice])
     hidden, weight, labels = inputs(20, 301, 32, F32, device)
@@ -230,7 +285,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("choice", ["fused", "chunks"])
-def test_no_tensor_is_as_large_as_the_logits(choice: str, choose: Callable[[Choice | None], None]) -> None:
+def test_no_tensor_is_as_large_as_the_logits(choice: str, choose: Callable[..., None]) -> None:
     choose(CHOICES[choice])
     tokens, words, channels = 20, 1500, 8
     hidden, weight, labels = inputs(tokens, words, channels, BF16, "cpu")
@@ -238,8 +293,13 @@ def test_no_tensor_is_as_large_as_the_logits(choice: str, choose: Callable[[Choi
         losses, normalisers = module._run(hidden, weight, labels, -100, 1.0, None)
         module._slopes(losses, hidden, weight, labels, normalisers, -100, 1.0, None, True, True)
     assert 0 < seen.elements <= max(weight.numel(), 20 * 128)
+    choose(None, once.Choice(chunk_bytes=1))
+    hidden, weight, labels = inputs(600, 1500, 8, BF16, "cpu")
+    with Largest() as seen:
+        module._once(hidden, weight, labels, -100, 1.0, None, True, True, True)
+    assert 0 < seen.elements <= 2 * 128 * 1536
     # A chunk has 128 words at least, however little room there is.
-    assert [count for _, count in module._spans(10**6, 1000, 1)] == [128] * 7 + [104]
+    assert [count for _, count in module.spans(10**6, 1000, 1)] == [128] * 7 + [104]
 
 
 def test_what_is_refused() -> None:
@@ -258,6 +318,7 @@ def test_the_op() -> None:
     _, normalisers = module._run(hidden, weight, labels, -100, 1.0, None)
     rest = (labels, normalisers, -100, 1.0, None, True, True)
     torch.library.opcheck(module._slopes_op, (torch.ones(5), hidden, weight, *rest))
+    torch.library.opcheck(module._once_op, (*wanted, labels, -100, 1.0, None, True, True, True))
     compiled = torch.compile(lambda *a: cross_entropy(*a, softcap=4.0), backend="aot_eager", fullgraph=True)
     loss = compiled(*wanted, labels)
     loss.backward()
@@ -275,5 +336,11 @@ def test_examples_run_and_the_spaces_are_valid(device: str) -> None:
             assert tensors and all(x.isfinite().all() for x in tensors)
     for shape in ((4096, 128256, 2048), (16, 128256, 2048)):
         for dtype in (BF16, F32):
-            space = module.space(shape, dtype)
-            assert space[0] == module.choose(shape, dtype, -1, False) and len(set(space)) == len(space) <= 40
+            for backward in (False, True):
+                space = module.space(shape, dtype, backward)
+                assert space[0] == module.choose(shape, dtype, -1, backward) and len(set(space)) == len(space) <= 12
+    assert once.space()[0] == once.choose((4096, 128256, 2048), BF16, -1)
+    # A chunk holds an eighth of the logits where that is neither too little nor too much.
+    sizes = [module.default((tokens, 128256, 2048), True).chunk_bytes for tokens in (64, 2048, 4096, 65536)]
+    assert sizes == [2**26, 2**27, 2**28, 2**28]
+    assert module.default((4096, 128256, 2048), False).chunk_bytes == 2**26

@@ -456,6 +456,18 @@ def test_plans_are_made_anew_and_kernels_are_kept() -> None:
     assert linear_tiles.kernel_of.cache_info().currsize == made
 
 
+def test_compiling_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cuda.tile as ct
+
+    from kernelgraft.cutile import plans
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    before = ct.launch, plans._launch
+    with tuner_worker._compiling():
+        assert before[0] is not ct.launch and before[1] is not plans._launch
+    assert (ct.launch, plans._launch) == before
+
+
 def test_an_abort_is_told_by_what_it_says_not_by_its_stack(tmp_path: Path) -> None:
     from kernelgraft.cutile.tuner import _last_words
 

@@ -284,17 +284,20 @@ def _compiling() -> Iterator[None]:
     import cuda.tile as ct
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
+    from kernelgraft.cutile import plans
+
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
 
     def launch(stream: Any, grid: Any, kernel: Any, args: tuple[Any, ...], /, **_: Any) -> None:
         signature = KernelSignature.from_kernel_args(kernel, args, CallingConvention.cutile_python_v2())
         export_kernel(kernel, [signature], io.BytesIO(), gpu_code=capability, output_format="cubin")
 
-    original, ct.launch = ct.launch, launch
+    # Launch plans keep a `ct.launch` of their own.
+    originals, ct.launch, plans._launch = (ct.launch, plans._launch), launch, launch
     try:
         yield
     finally:
-        ct.launch = original
+        ct.launch, plans._launch = originals
 
 
 # Not `cuda.tile.tune.exhaustive_search`: it takes one kernel, one grid and its arguments, where a launcher of ours may

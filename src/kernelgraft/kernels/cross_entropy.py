@@ -1,20 +1,22 @@
 """Cross entropy of the words that a model's head gives, from hidden states, without a tensor of all logits.
 
-Forward: logits are computed tile by tile and only their running maximum and sum of exponentials are kept; each token's
-loss is that normaliser less its label's logit. Backward: chunk after chunk of the vocabulary, the derivatives by the
-logits are computed anew from the normalisers into a buffer of at most `CHUNK_BYTES` (or of 128 words), and torch
-multiplies them with the weight and the hidden states; each chunk gives its own rows of the weight's gradient, and the
-hidden states' gradient is summed in float32.
+Forward: logits are computed chunk by chunk and only their running maximum and sum of exponentials are kept; each
+token's loss is that normaliser less its label's logit. Backward: chunk after chunk of the vocabulary, the derivatives
+by the logits are computed anew from the normalisers into a buffer, and torch multiplies them with the weight and the
+hidden states; each chunk gives its own rows of the weight's gradient, and the hidden states' gradient is summed in
+float32. A mean or a sum whose gradients are wanted comes with them at once instead, each logit computed once: see
+`cross_entropy_once`.
 
 Memory beside inputs, gradients and results: forward, 8 bytes for each token and part of the vocabulary, and
-`CHUNK_BYTES` with `fused` off; backward, twice `CHUNK_BYTES` at the most and the hidden states' gradient in float32.
+`chunk_bytes` with `fused` off; backward, at the most twice `chunk_bytes` (an eighth of all logits in float32, between
+`CHUNK_BYTES` and `LARGEST_CHUNK`, or 128 words) and the hidden states' gradient in float32.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,12 +33,12 @@ from kernelgraft.cutile.plans import (
     processors,
 )
 from kernelgraft.cutile.tuning import chosen, using
+from kernelgraft.kernels import cross_entropy_once as at_once
 from kernelgraft.kernels import cross_entropy_tiles as tiles
+from kernelgraft.kernels.cross_entropy_chunks import add_product, cap, product, shape_class, shares, spans
 from kernelgraft.kernels.examples import Example, tensor
 
-CHUNK_BYTES = 2**26
-BLOCKS_PER_PROCESSOR = 4
-"""Tokens are cut into pieces only as far as it takes to have that many blocks."""
+CHUNK_BYTES, LARGEST_CHUNK = 2**26, 2**28
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -85,16 +87,21 @@ def cross_entropy(
 
     hidden: [..., channels], weight: [words, channels], both of one dtype (float32, bfloat16, float16) and any strides;
     labels: [...], int64 or int32, numbers of words or `ignore_index`. `reduction`: one of `REDUCTIONS`; the mean is
-    over the labels that are not ignored, NaN if there are none. Gradients flow to hidden and weight. Labels outside
-    the vocabulary are not noticed.
+    over the labels that are not ignored, NaN if there are none. Gradients flow to hidden and weight; those of a mean or
+    a sum are computed in this call, unless they are float16. Labels outside the vocabulary are not noticed.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"the reduction `{reduction}` is none of {', '.join(REDUCTIONS)}")
     if hidden.dtype is not weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: both must be of one dtype")
-    run = _run if eager(hidden, weight, labels) else _op
     flat = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-    losses, _ = run(flat, weight, labels.reshape(-1), ignore_index, scale, softcap)
+    numbers = ignore_index, scale, softcap
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    if any(wanted) and reduction != "none" and at_once.fits(hidden.dtype):
+        total: torch.Tensor = _once_op(flat, weight, labels.reshape(-1), *numbers, reduction == "mean", *wanted)[0]
+        return total
+    run = _run if eager(hidden, weight, labels) else _op
+    losses, _ = run(flat, weight, labels.reshape(-1), *numbers)
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
@@ -146,7 +153,7 @@ def _forward(
     if plans.normaliser is not None:
         fire(plans.normaliser, (hidden, weight, partial))
     for first, count, plan in plans.chunks:
-        fire(plan, (_products(hidden, weight[first : first + count]), partial))
+        fire(plan, (product(hidden, weight[first : first + count].t()), partial))
     fire(plans.loss, (hidden, weight, labels, partial, losses, normalisers))
 
 
@@ -163,62 +170,32 @@ def _plans(
 ) -> Forward:
     tokens, words, channels = shape
     choice = (choice or choose(shape, dtype, device, False)).within(shape)
-    numbers, cap = (scale, softcap or 0.0), _cap(softcap, dtype)
+    numbers, how = (scale, softcap or 0.0), cap(softcap, dtype)
     chunks: list[tuple[int, int, Plan]] = []
     normaliser = None
     if choice.fused and fits:
         across, number = -(-tokens // choice.tokens), -(-words // choice.words)
         each = -(-number // max(1, processors(device) // across))
         parts = -(-number // each)
-        constants = (cap, each, words % choice.words == 0, *choice.tile)
+        constants = (how, each, words % choice.words == 0, *choice.tile)
         kernel = choice.hinted(tiles.normaliser_kernel)
         normaliser = Plan(kernel, (across * parts,), (*numbers, *constants))
     else:
         parts = 0
-        for first, count in _spans(tokens, words, choice.chunk_bytes):
-            shares = _shares(tokens, count, device)
-            plan = Plan(tiles.chunk_normaliser_kernel, (tokens * shares[2],), (parts, *numbers, cap, *shares))
+        for first, count in spans(tokens, words, choice.chunk_bytes):
+            cut = shares(tokens, count, device)
+            plan = Plan(tiles.chunk_normaliser_kernel, (tokens * cut[2],), (parts, *numbers, how, *cut))
             chunks.append((first, count, plan))
-            parts += shares[2]
+            parts += cut[2]
     rows = 8 if tokens >= 1024 else 1
     shapes = (power_of_two(parts), rows, min(256, power_of_two(channels)))
-    loss = Plan(tiles.loss_kernel, (-(-tokens // rows),), (*numbers, ignored, cap, *shapes))
+    loss = Plan(tiles.loss_kernel, (-(-tokens // rows),), (*numbers, ignored, how, *shapes))
     return Forward(normaliser, tuple(chunks), parts, loss)
-
-
-def _shares(tokens: int, words: int, device: int) -> tuple[int, int, int]:
-    """Width of a tile of a chunk, tiles of a block, and blocks for a token: one, unless there are few tokens."""
-    width = min(4096, power_of_two(words))
-    number = -(-words // width)
-    each = -(-number // max(1, BLOCKS_PER_PROCESSOR * processors(device) // tokens))
-    return width, each, -(-number // each)
-
-
-def _cap(softcap: float | None, dtype: torch.dtype) -> int:
-    return tiles.NO_CAP if softcap is None else tiles.FINE if dtype is torch.float32 else tiles.QUICK
-
-
-def _spans(tokens: int, words: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """First words and lengths of the chunks of the vocabulary, of about equal length."""
-    most = max(128, chunk_bytes // (4 * tokens) // 128 * 128)
-    number = -(-words // most)
-    length = (-(-words // number) + 127) // 128 * 128
-    for first in range(0, words, length):
-        yield first, min(length, words - first)
 
 
 def _fits(*tensors: torch.Tensor) -> bool:
     """Whether kernels that count in int32 can take these tensors; torch's products take any."""
     return all(extent(x.shape, x.stride()) < LARGEST_EXTENT for x in tensors)
-
-
-def _products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden · weightᵀ in float32."""
-    if hidden.dtype is torch.float32:
-        return torch.mm(hidden, weight.t())
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return torch.mm(hidden.float(), weight.float().t())
 
 
 # Backward
@@ -260,22 +237,12 @@ def _slopes(
         if plans.fused:
             fire(plan, (hidden, rows, labels, normalisers, grad, chunk))
         else:
-            fire(plan, (_products(hidden, rows), labels, normalisers, grad, chunk))
+            fire(plan, (product(hidden, rows.t()), labels, normalisers, grad, chunk))
         if by_weight is not None:
             torch.mm(chunk.t(), hidden, out=by_weight[first : first + count])
         if by_hidden is not None:
-            _add_product(by_hidden, chunk, rows)
+            add_product(by_hidden, chunk, rows)
     return [x.to(hidden.dtype) for x in (by_hidden, by_weight) if x is not None]
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a · b to a float32 tensor."""
-    if a.dtype is torch.float32:
-        torch.addmm(total, a, b, out=total)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        torch.addmm(total, a.float(), b.float(), out=total)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -291,16 +258,43 @@ def _backward_plans(
     tokens, words, _ = shape
     choice = (choice or choose(shape, dtype, device, True)).within(shape)
     chunks = []
-    for first, count in _spans(tokens, words, choice.chunk_bytes):
-        numbers = (first, scale, softcap or 0.0, _cap(softcap, dtype))
+    for first, count in spans(tokens, words, choice.chunk_bytes):
+        numbers = (first, scale, softcap or 0.0, cap(softcap, dtype))
         if choice.fused and fits:
             grid = (-(-tokens // choice.tokens) * -(-count // choice.words),)
             plan = Plan(choice.hinted(tiles.slope_kernel), grid, (*numbers, *choice.tile))
         else:
-            shares = _shares(tokens, count, device)
-            plan = Plan(tiles.chunk_slope_kernel, (tokens * shares[2],), (*numbers, *shares))
+            cut = shares(tokens, count, device)
+            plan = Plan(tiles.chunk_slope_kernel, (tokens * cut[2],), (*numbers, *cut))
         chunks.append((first, count, plan))
     return Backward(choice.fused and fits, tuple(chunks))
+
+
+# Both
+
+
+def _once(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float | None,
+    mean: bool,
+    of_hidden: bool,
+    of_weight: bool,
+) -> list[torch.Tensor]:
+    """The sum or the mean of the losses, and the gradients of hidden and of weight, those that are wanted."""
+    inputs, numbers, wanted = (hidden, weight, labels), (ignore_index, scale, softcap), (of_hidden, of_weight)
+    found = at_once.with_gradients(*inputs, *numbers, mean, *wanted)
+    if found is not None:
+        return found
+    losses, normalisers = _run(*inputs, *numbers)
+    up, total = torch.ones_like(losses), losses.sum()
+    if mean:
+        number = (labels != ignore_index).sum()
+        up, total = up / number, total / number
+    return [total, *_slopes(up, *inputs, normalisers, *numbers, *wanted)]
 
 
 # Choices
@@ -309,34 +303,28 @@ def _backward_plans(
 def choose(shape: tuple[int, int, int], dtype: torch.dtype, device: int, backward: bool) -> Choice:
     """The free choices for one pass over (tokens, words, channels)."""
     kernel = "cross_entropy_backward" if backward else "cross_entropy"
-    return chosen(default(shape[0], dtype, device), kernel, shape_class(shape, dtype), device)
+    return chosen(default(shape, backward), kernel, shape_class(shape, dtype), device)
 
 
-def default(tokens: int, dtype: torch.dtype, device: int) -> Choice:
-    """The choice where nothing is tuned."""
-    return Choice()
+def default(shape: tuple[int, int, int], backward: bool) -> Choice:
+    """The choice where nothing is tuned: backward each chunk reads and writes a sum, so they are few."""
+    eighth = power_of_two(shape[0] * shape[1]) * 4 // 8 if backward else 0
+    return Choice(chunk_bytes=min(LARGEST_CHUNK, max(CHUNK_BYTES, eighth)))
 
 
-def shape_class(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
-    """The class of shapes that one tuned configuration serves."""
-    width = "wide" if dtype is torch.float32 else "half"
-    return f"{width}-{min(power_of_two(shape[0]), 8192)}x{power_of_two(shape[1])}x{power_of_two(shape[2])}"
-
-
-def space(shape: tuple[int, int, int], dtype: torch.dtype, device: int = -1) -> list[Choice]:
+def space(shape: tuple[int, int, int], dtype: torch.dtype, backward: bool = False) -> list[Choice]:
     """Configurations worth trying, the default first."""
-    first = default(shape[0], dtype, device)
+    first = default(shape, backward)
     few = max(8, power_of_two(shape[0]))
     if dtype is torch.float32:
         found = [Choice(True, *size) for size in ((64, 64, 32), (128, 64, 32), (128, 128, 16))]
     elif shape[0] <= 32:
-        sizes = [(few, words, depth) for words in (64, 128, 256) for depth in (64, 128, 256) if words * depth < 2**16]
-        found = [Choice(True, *size, occupancy=occupancy) for size in sizes for occupancy in (None, 2)]
+        sizes = [(few, words, depth) for words in (64, 128, 256) for depth in (64, 128, 256) if words * depth < 2**15]
+        found = [Choice(True, *size) for size in sizes]
     else:
-        found = [Choice(True, *size) for size in ((128, 256, 64), (256, 128, 64), (128, 128, 64), (128, 128, 128))]
-        found += [Choice(True, *size, ctas=2) for size in ((128, 256, 64), (256, 128, 64), (256, 256, 64))]
-        found += [Choice(True, 128, 256, 64, worker_warps=8), Choice(True, 128, 128, 64, occupancy=2)]
-    found += [Choice(False, chunk_bytes=2**n) for n in (25, 26, 27, 28)]
+        found = [Choice(True, 128, 256, 64), Choice(True, 128, 128, 64)]
+    found = [replace(choice, chunk_bytes=first.chunk_bytes) for choice in found]
+    found += [Choice(False, chunk_bytes=2**n) for n in (26, 27, 28)]
     return [first, *(c for c in found if c != first)]
 
 
@@ -373,6 +361,29 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 _op.register_autograd(_backward, setup_context=_setup)
 
+_once_op = torch.library.custom_op("kernelgraft::cross_entropy_once", _once, mutates_args=())
+
+
+@_once_op.register_fake
+def _fake_once(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    total = hidden.new_empty((), dtype=torch.float32)
+    return [total, *(x.new_empty(x.shape) for x, wanted in ((hidden, rest[-2]), (weight, rest[-1])) if wanted)]
+
+
+def _setup_once(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    ctx.wanted = inputs[-2:]
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_once(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    # Made anew, as the graph may be kept and gone through again.
+    found = iter([x * grads[0] for x in ctx.saved_tensors])
+    return *(next(found) if wanted else None for wanted in ctx.wanted), *[None] * 7
+
+
+_once_op.register_autograd(_backward_once, setup_context=_setup_once)
+
 
 def examples() -> list[Example]:
     """Training and scoring with the heads of real models; few tokens; a softcap."""
@@ -384,6 +395,7 @@ def examples() -> list[Example]:
         dtype: torch.dtype = torch.bfloat16,
         grad: bool = True,
         fused: bool = False,
+        once: bool = False,
         **options: Any,
     ) -> Callable[[str], Any]:
         def run(device: str) -> Any:
@@ -400,6 +412,8 @@ def examples() -> list[Example]:
             labels = torch.randint(0, words, (tokens,), device=device)
             if not grad:
                 return cross_entropy(hidden, weight, labels, **options)
+            if once:
+                return _once(hidden, weight, labels, -100, 1.0, options.get("softcap"), True, True, True)
             losses, normalisers = _run(hidden, weight, labels, -100, 1.0, options.get("softcap"))
             numbers = (-100, 1.0, options.get("softcap"), True, True)
             return _slopes(losses, hidden, weight, labels, normalisers, *numbers)
@@ -408,6 +422,7 @@ def examples() -> list[Example]:
 
     return [
         Example("4096 x 128256 x 2048", of(4096, 128256, 2048)),
+        Example("4096 x 128256 x 2048, each logit once", of(4096, 128256, 2048, once=True)),
         Example("1024 x 151936 x 1024", of(1024, 151936, 1024)),
         Example("1024 x 151936 x 1024, logits in our kernel", of(1024, 151936, 1024, fused=True), tune=False),
         Example("512 x 262144 x 1152, softcap", of(512, 262144, 1152, softcap=30.0)),

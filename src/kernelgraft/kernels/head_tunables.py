@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from kernelgraft.cutile.tuning import Tunable, run_with
-from kernelgraft.kernels import argmax, cross_entropy, qk_norm_rope, sampling
+from kernelgraft.kernels import argmax, cross_entropy, cross_entropy_once, qk_norm_rope, sampling
+from kernelgraft.kernels.cross_entropy_chunks import shape_class
 
 HALF = torch.bfloat16
 EPS = 1e-6
@@ -30,10 +31,9 @@ def tunables() -> list[Tunable]:
     for rows, width in ((1, 128256), (32, 128256), (1, 262144), (64, 262144)):
         found.append(_best(rows, width))
         found.append(_drawn(rows, width))
-    sizes = ((4096, 128256, 2048), (512, 128256, 4096), (16, 128256, 2048))
-    return found + [
-        _loss(size, backward) for size in sizes for backward in ((False, True) if size[0] > 16 else (False,))
-    ]
+    for size in ((4096, 128256, 2048), (512, 128256, 4096), (16, 128256, 2048)):
+        found += [_loss(size, passes) for passes in (("once", "backward", "forward") if size[0] > 16 else ("forward",))]
+    return found
 
 
 def _heads(tokens: int, heads: int, k_heads: int, width: int) -> Tunable:
@@ -115,9 +115,12 @@ def _drawn(rows: int, width: int) -> Tunable:
     return Tunable(*key, sampling.space(rows, width), make, run, expected)
 
 
-def _loss(shape: tuple[int, int, int], backward: bool) -> Tunable:
+def _loss(shape: tuple[int, int, int], passes: str) -> Tunable:
+    """`passes`: forward, backward, or once, which is the mean of the losses with its gradients."""
     tokens, words, channels = shape
-    key = "cross_entropy_backward" if backward else "cross_entropy", cross_entropy.shape_class(shape, HALF)
+    kernel = {"forward": "cross_entropy", "backward": "cross_entropy_backward", "once": cross_entropy_once.KERNEL}
+    key = kernel[passes], shape_class(shape, HALF)
+    backward = passes != "forward"
 
     def make(device: str, seed: int) -> tuple[torch.Tensor, ...]:
         source = generator(device, seed)
@@ -125,19 +128,24 @@ def _loss(shape: tuple[int, int, int], backward: bool) -> Tunable:
         weight = (torch.randn(words, channels, device=device, generator=source) * channels**-0.5 * 2).to(HALF)
         labels = torch.randint(0, words, (tokens,), device=device, generator=source)
         labels[:: tokens // 8] = -100
-        if not backward:
-            return hidden, weight, labels
-        _, normalisers = cross_entropy._run(hidden, weight, labels, -100, 1.0, None)
-        return hidden, weight, labels, normalisers, torch.randn(tokens, device=device, generator=source)
+        if passes == "backward":
+            _, normalisers = cross_entropy._run(hidden, weight, labels, -100, 1.0, None)
+            return hidden, weight, labels, torch.randn(tokens, device=device, generator=source), normalisers
+        if passes == "once":
+            return hidden, weight, labels, (labels != -100) / (labels != -100).sum()
+        return hidden, weight, labels
 
     def run(config: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *rest: torch.Tensor) -> Any:
-        def call() -> Any:
-            if not backward:
-                return cross_entropy._run(hidden, weight, labels, -100, 1.0, None)[0]
-            normalisers, grad = rest
-            return cross_entropy._slopes(grad, hidden, weight, labels, normalisers, -100, 1.0, None, True, True)
+        inputs, numbers = (hidden, weight, labels), (-100, 1.0, None)
 
-        return run_with(config, key, (cross_entropy,), call)
+        def call() -> Any:
+            if passes == "once":
+                return tuple(cross_entropy._once(*inputs, *numbers, True, True, True)[1:])
+            if passes == "backward":
+                return tuple(cross_entropy._slopes(rest[0], *inputs, rest[1], *numbers, True, True))
+            return cross_entropy._run(*inputs, *numbers)[0]
+
+        return run_with(config, key, (cross_entropy, cross_entropy_once), call)
 
     def expected(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *rest: torch.Tensor) -> Any:
         chunks = []
@@ -153,12 +161,12 @@ def _loss(shape: tuple[int, int, int], backward: bool) -> Tunable:
             counted = labels[rows] != -100
             slope = torch.softmax(logits, -1)
             slope[counted.nonzero().squeeze(-1), labels[rows][counted]] -= 1.0
-            slope *= (rest[1][rows] * counted).unsqueeze(-1)
+            slope *= (rest[0][rows] * counted).unsqueeze(-1)
             chunks.append(slope @ wide)
             by_weight += slope.t() @ h
         return torch.cat(chunks) if by_weight is None else (torch.cat(chunks), by_weight)
 
-    return Tunable(
-        *key, cross_entropy.space(shape, HALF), make, run, expected,
-        roundings=100.0 if backward else 400.0, module="kernelgraft.kernels.cross_entropy",
-    )  # fmt: skip
+    space = cross_entropy_once.space() if passes == "once" else cross_entropy.space(shape, HALF, backward)
+    module = cross_entropy_once if passes == "once" else cross_entropy
+    roundings = 100.0 if backward else 400.0
+    return Tunable(*key, space, make, run, expected, roundings=roundings, module=module.__name__)
