@@ -236,6 +236,8 @@ CHOICES = [
     Choice(elements=64, apart=False, access=0),
     Choice(elements=1024, apart=False, blocks=1, occupancy=2, worker_warps=8),
     Choice(elements=4096, apart=True, access=0, blocks=2),
+    Choice(elements=256, apart=True, rows=8),
+    Choice(elements=128, apart=False, rows=4, blocks=1),
 ]
 
 
@@ -251,6 +253,19 @@ def test_a_choice_changes_no_result(
     options = {"rotary_dim": 32}
     for x, w, y in zip((q, k), weights, qk_norm_rope(q, k, *weights, cos, sin, **options), strict=True):
         close(y, exact(x, w, cos, sin, **options), F32, roundings=4)
+
+
+def test_a_tile_takes_as_many_rows_as_it_is_told_and_the_fewer_heads() -> None:
+    setting = module._setting(BF16, BF16, BF16, (1, False, "before_weight", False, False, None, False, "half", "half",
+                                                 "full", "input", True, "heads"))  # fmt: skip
+    shapes = (1, 4096, 16, 128), (4096 * 2048, 2048, 128, 1), (1, 4096, 8, 128), (4096 * 1024, 1024, 128, 1)
+    found = {}
+    for rows in (None, 8, 16):
+        plan = module._plan(*shapes, True, -1, 1e-6, setting, Choice(elements=1024, rows=rows))
+        assert plan is not None
+        _, _, _, seat, share = plan.constants[2:]
+        found[rows] = (seat[4], *share[3:5], plan.grid[0])
+    assert found == {None: (1, 16, 8, 4096), 8: (8, 2, 1, 512 * 8), 16: (16, 1, 1, 256 * 16)}
 
 
 def test_several_rows_share_a_tile(device: str, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:

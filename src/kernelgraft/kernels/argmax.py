@@ -191,13 +191,10 @@ def shape_class(rows: int, width: int) -> str:
 def space(rows: int, width: int, device: int = -1) -> list[Choice]:
     """Configurations worth trying, the default first."""
     first = default(rows, width, device)
-    found = [
-        Choice(tile, blocks, access, occupancy, warps)
-        for tile in (1024, 2048, 4096)
-        for blocks in ((1, 2, 4) if rows < 256 else (1,))
-        for access, occupancy, warps in ((TMA, None, None), (LOAD, None, None), (LOAD, 2, 8))
-        if tile <= power_of_two(width)
-    ]
+    found = []
+    for tile in [t for t in (1024, 2048, 4096) if t <= power_of_two(width)]:
+        found += [Choice(tile, blocks) for blocks in ((1, 2, 4) if rows < 256 else (1,))]
+        found += [Choice(tile, access=LOAD), Choice(tile, access=LOAD, occupancy=2, worker_warps=8)]
     return [first, *(c for c in found if c != first)]
 
 

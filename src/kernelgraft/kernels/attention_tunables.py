@@ -15,19 +15,16 @@ HALF = torch.bfloat16
 
 def tunables() -> list[Tunable]:
     """Single queries over short and long caches, one row and many; causal prompts of several widths."""
-    found = [
-        _decode(*sizes)
-        for sizes in (
-            *((32, 4096), (8, 512), (1, 512), (8, 4096), (1, 4096), (32, 512)),
-            *((32, 32768), (8, 32768), (1, 32768)),
-        )
-    ]
+    found = [_decode(batch, length) for length in (4096, 512) for batch in (1, 8, 32)]
+    others = ((32, 8, 64), (8, 4, 256), (32, 32, 96), (4, 1, 256))
+    found += [_decode(batch, 4096, *sizes) for sizes in others for batch in (1, 32)]
+    found += [_decode(batch, 32768) for batch in (1, 8, 32)]
     for batch, length, heads, kv_heads, width in (
-        (1, 2048, 32, 8, 128),
         (1, 4096, 32, 8, 128),
-        (1, 2048, 32, 8, 64),
-        (1, 2048, 32, 32, 96),
-        (1, 2048, 8, 4, 256),
+        (1, 2048, 32, 8, 128),
+        (1, 4096, 32, 8, 64),
+        (1, 4096, 8, 4, 256),
+        (1, 4096, 32, 32, 96),
     ):
         found.append(_prefill(batch, length, heads, kv_heads, width))
     return found

@@ -26,12 +26,12 @@ def generator(device: str, seed: int) -> torch.Generator:
 
 def tunables() -> list[Tunable]:
     """Normed and turned heads; argmax and sampling over vocabularies; cross entropy from hidden states."""
-    heads = ((16, 8, 128), (32, 8, 128), (8, 4, 256))
+    heads = ((16, 8, 128), (32, 8, 128), (8, 4, 256), (4, 1, 256))
     found = [_heads(tokens, *sizes) for sizes in heads for tokens in (1, 32, 4096)]
     for rows, width in ((1, 128256), (32, 128256), (1, 262144), (64, 262144)):
         found.append(_best(rows, width))
         found.append(_drawn(rows, width))
-    for size in ((4096, 128256, 2048), (512, 128256, 4096), (16, 128256, 2048)):
+    for size in ((4096, 128256, 2048), (16, 128256, 2048)):
         found += [_loss(size, passes) for passes in (("once", "backward", "forward") if size[0] > 16 else ("forward",))]
     return found
 

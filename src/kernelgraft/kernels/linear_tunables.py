@@ -13,19 +13,47 @@ from kernelgraft.kernels.linear_decode import Streaming
 from kernelgraft.kernels.linear_forms import Form
 
 HALF = torch.bfloat16
+ONE = (
+    # Outputs and width; the queries', keys' and values' weights apart or together, gate and up together, down, the head
+    *((2048, 2048), (3072, 2048), (8192, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
+    *((4096, 4096), (6144, 4096), (1024, 4096), (28672, 4096), (4096, 14336)),
+    *((1024, 1024), (2048, 1024), (4096, 1024), (6144, 1024), (1024, 2048), (1024, 3072), (151936, 1024)),
+    *((1024, 1152), (1152, 1024), (1152, 6912), (262144, 1152)),
+)
+GATED = ((8192, 2048), (14336, 4096), (3072, 1024), (6912, 1152))
+SEVERAL = (
+    *((2048, 2048), (3072, 2048), (2048, 8192), (16384, 2048), (4096, 4096), (6144, 4096), (4096, 14336)),
+    *((28672, 4096), (4096, 1024), (1024, 3072), (1152, 6912)),
+)
 PLAIN = (
-    *((1, out, width) for out, width in ((3072, 2048), (2048, 2048), (8192, 2048), (16384, 2048), (2048, 8192))),
-    *((1, out, width) for out, width in ((6144, 4096), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))),
-    (1, 128256, 2048),
-    *((rows, out, width) for rows in (4, 8, 16) for out, width in ((3072, 2048), (2048, 8192), (6144, 4096))),
+    *((1, *size) for size in ONE),
+    *((16, *size) for size in SEVERAL),
+    *((4, *size) for size in ((6144, 4096), (4096, 14336), (28672, 4096))),
 )
 """Rows, outputs and width of single products."""
-GATED = ((1, 8192, 2048), (1, 14336, 4096), (8, 14336, 4096))
+TWO = tuple((rows, *size) for rows in (1, 16) for size in GATED)
+"""The same of gate and up with the activation between."""
 
 
 def tunables() -> list[Tunable]:
     """Products for one row and for several, and two at a time with an activation between."""
-    return [_tunable(*size, None) for size in PLAIN] + [_tunable(*size, "silu") for size in GATED]
+    found = [_tunable(*size, None) for size in PLAIN]
+    # What one row takes is wanted first.
+    return sorted([*found, *(_tunable(*size, "silu") for size in TWO)], key=lambda t: "_1x" not in t.shape_class)
+
+
+def space(form: Form) -> list[Streaming]:
+    """Of a call's sensible choices those that were among the best somewhere, the default first."""
+    if form.count == 1:
+        found = [Streaming(fold, 128, *mode) for fold in (8, 16, 4) for mode in ((3, True), (4, False), (2, True))]
+        found += [Streaming(8, 256, *mode) for mode in ((3, True), (2, False), (2, True))]
+        found += [Streaming(16, 128, 1, True), Streaming(4, 128, 1, True), Streaming(8, 64, 6)]
+    else:
+        modes = ((2, True), (2, False), (3, True), (1, True))
+        found = [Streaming(fold, 128, *mode) for fold in (4, 2, 1) for mode in modes]
+        found += [Streaming(fold, 64, *mode) for fold in (2, 1) for mode in ((2, False), (4, False))]
+    every = [linear_decode.default(form, -1), *(s for s in found if s.fits(form))]
+    return list(dict.fromkeys(every))
 
 
 def _tunable(rows: int, outputs: int, width: int, activation: str | None) -> Tunable:
@@ -52,7 +80,7 @@ def _tunable(rows: int, outputs: int, width: int, activation: str | None) -> Tun
     return Tunable(
         kernel="linear_decode",
         shape_class=linear_decode.shape_class(form),
-        space=linear_decode.space(form),
+        space=space(form),
         make=make,
         run=run,
         expected=expected,

@@ -44,6 +44,8 @@ class Choice(Tuning):
 
     apart: bool = False
     """Whether q and k have blocks of their own; else a block takes some heads of both."""
+    rows: int | None = None
+    """Rows of a tile, which then has the fewer heads; None: several only where one alone would be too little work."""
 
 
 SMALL = Choice(elements=256, access=LOAD, apart=True)
@@ -292,14 +294,25 @@ def shape_class(tokens: int, heads: int, width: int) -> str:
 def space(tokens: int, heads: int, width: int) -> list[Choice]:
     """Configurations worth trying, the default first."""
     first = SMALL if tokens * heads * width <= SMALL_ELEMENTS else LARGE
-    sizes = (128, 256, 512) if tokens <= 512 else (1024, 2048, 4096)
+    if tokens <= 512:
+        found = [
+            Choice(elements=elements, access=LOAD, occupancy=occupancy, apart=apart)
+            for elements in (128, 256, 512)
+            for occupancy in (None, 4)
+            for apart in (True, False)
+        ]
+        found += [Choice(elements=256, access=TMA, apart=apart) for apart in (True, False)]
+        return [first, *(c for c in found if c != first)]
     found = [
-        Choice(elements=elements, access=access, occupancy=occupancy, apart=apart)
-        for elements in sizes
-        for access in (LOAD, TMA)
-        for occupancy in (None, 4)
+        Choice(elements=elements, access=LOAD, occupancy=occupancy, apart=apart)
+        for elements in (1024, 2048)
+        for occupancy in (None, 8)
         for apart in (True, False)
     ]
+    # Several rows of a head lie together in the results; heads of a row lie together in q and k.
+    for elements, rows in ((1024, 4), (1024, 8), (2048, 8), (2048, 16)):
+        found += [Choice(elements=elements, access=LOAD, apart=apart, rows=rows) for apart in (True, False)]
+    found += [Choice(elements=2048, access=TMA, rows=rows) for rows in (None, 8)]
     return [first, *(c for c in found if c != first)]
 
 
@@ -326,14 +339,16 @@ def _plan(
     pairs, rest = turned // 2, width - turned
     tile = power_of_two(pairs)
     apart = tuning.apart and k is not None
-    most = max(1, tuning.elements // tile)
+    rows_of_tile = min(tuning.rows or 1, power_of_two(length))
+    most = max(1, tuning.elements // (tile * rows_of_tile))
     heads = min(power_of_two(max(q_heads, 1 if apart else k_heads)), most)
     tiles = -(-q_heads // heads)
     together = min(power_of_two(k_heads), most) if apart else power_of_two(-(-k_heads // tiles))
     slots = tiles + -(-k_heads // together) if apart else tiles
-    rows_of_tile = 1
-    # Rows lie apart from heads in memory: several to a tile only where one alone would be too little work.
-    while 2 * rows_of_tile * heads <= most and batch * length // rows_of_tile * slots > ENOUGH_TILES:
+    # Rows lie apart from heads in memory: by itself a tile has several only where one would be too little work.
+    while tuning.rows is None and 2 * rows_of_tile * heads <= most:
+        if batch * length // rows_of_tile * slots <= ENOUGH_TILES:
+            break
         rows_of_tile *= 2
     count = batch * -(-length // rows_of_tile) * slots
     grid = tuning.grid(count, device)

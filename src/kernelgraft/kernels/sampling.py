@@ -253,11 +253,12 @@ def shape_class(rows: int, width: int) -> str:
 def space(rows: int, width: int) -> list[Choice]:
     """Configurations worth trying, the default first."""
     found = [
-        Choice(part, access, warps, merge)
+        Choice(part, TMA, warps, merge)
         for part in (1024, 2048, 4096, 8192)
-        for access in (TMA, GATHER)
-        for warps, merge in ((None, None), (8, None), (8, 8), (4, 8))
+        for warps, merge in ((None, None), (8, None), (8, 8))
     ]
+    found += [Choice(part, TMA, 4, 8) for part in (2048, 4096)]
+    found += [Choice(part, GATHER) for part in (2048, 4096)]
     return [Choice(), *(c for c in found if c != Choice())]
 
 
