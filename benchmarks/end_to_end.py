@@ -4,24 +4,30 @@
 
 Presets have published dimensions and random weights, the same in every process. One process per contender and model
 loads once and is measured in all settings, in turns with the others: decode with 1 and 32 sequences, prefill of 4096
-tokens. A compiled contender has a second process for the second decode setting, so that both compile at once.
+tokens. A compiled contender has a process for each setting. They compile from the start on, while others are loaded and
+warm up, and are halted while others are measured; what is not ready then is measured afterwards, in turns with the
+original and the graft once more.
 `tokens_per_s` of a decode cell: tokens of the batch after the first, over the time after the first; of a prefill cell:
 tokens of the prompts over the time to the first new token. `--budget` is divided among the models; what there was no
 time for is listed under `missing`. What was measured is written after every setting.
+
+`--merge FILE` keeps what a file holds of other models, so that models can be measured in several runs, or each on a GPU
+of its own; without models of its own (`--models ""`) a run only puts files together.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import tempfile
 import traceback
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from end_to_end_file import Report
 
 from kernelgraft import machine
 from kernelgraft.bench import figures
@@ -32,13 +38,17 @@ from kernelgraft.bench.roofline import Limits, Work, against
 from kernelgraft.bench.runner import PROMPT
 from kernelgraft.bench.trace import coverage_line
 from kernelgraft.errors import KernelgraftError
-from kernelgraft.store import write_atomic
 
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "gemma-3-1b")
-COMPILED_TOO = f"{COMPILED}:2"
-"""The compiled contender's process for the second decode setting."""
+COMPILING = (COMPILED, f"{COMPILED}:2", f"{COMPILED}:3")
+"""The compiled contender's processes: of the first decode setting, of the second one, and of prefill, where `generate`
+compiles nothing."""
 TRACE_S = 12.0
 """Kept free for each trace."""
+LEAST_S = 20.0
+"""That any answer is waited for, also when a model's time is over."""
+SAME = ("model", "regime", "batch", "prompt_tokens", "new_tokens", "contender")
+"""What tells cells apart."""
 
 
 @dataclass(frozen=True)
@@ -65,28 +75,13 @@ def settings(device: str, new_tokens: int) -> list[Setting]:
 
 
 @dataclass
-class Report:
-    """What the JSON file holds."""
+class Late:
+    """A cell of a contender that had not warmed up in time."""
 
-    file: Path
-    environment: dict[str, Any]
-    options: dict[str, Any]
-    cells: list[dict[str, Any]] = field(default_factory=list)
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-
-    def write(self, seconds: float) -> None:
-        """Everything so far."""
-        answer = {
-            "environment": self.environment,
-            "options": self.options,
-            "seconds": round(seconds, 1),
-            "cells": self.cells,
-            "models": self.models,
-            "missing": self.missing,
-        }
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.file, json.dumps(answer, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    setting: Setting
+    name: str
+    row: dict[str, Any]
+    limit: tuple[Work, Limits] | None
 
 
 def cell(
@@ -215,7 +210,9 @@ class Program:
         self.report = Report(
             options.json,
             machine.read().model_dump(mode="json") | {"time": machine.timestamp()},
-            {
+            own=options.models,
+            merge=options.merge,
+            options={
                 "dtype": options.dtype,
                 "device": options.device,
                 "pairs": options.pairs,
@@ -263,7 +260,8 @@ class Program:
         if model not in self.ahead:
             names = [name for name in CONTENDERS if name in self.options.contenders]
             if self.cuda and COMPILED in names:
-                names.insert(names.index(COMPILED) + 1, COMPILED_TOO)
+                at = names.index(COMPILED)
+                names[at : at + 1] = COMPILING
             order = {
                 "spec": model,
                 "prompt": PROMPT,
@@ -281,7 +279,11 @@ class Program:
     def model(self, model: str, until: float, following: str | None) -> None:
         """One model in all settings."""
         say(f"{model}: {until - machine.clock():.0f} s", self.began)
-        about: dict[str, Any] = {}
+        began = machine.clock()
+        about: dict[str, Any] = {
+            "environment": self.report.environment | {"time": machine.timestamp()},
+            "options": self.report.options,
+        }
         self.report.models[model] = about
         folder, why = self.folder(model), None
         if GRAFTED in self.options.contenders and not (folder / "graft.json").is_file():
@@ -290,62 +292,114 @@ class Program:
                 model, folder, self.options.device, self.options.dtype, max(until - machine.clock(), 5) * 0.8
             )
         race = self.race(model)
-        race.limit(max(self.left, 10))
+        race.limit(max(until - machine.clock(), LEAST_S))
         if why is not None:
             race.failures[GRAFTED] = why
-        race.start()
+        early = {
+            name: setting.leg
+            for index, setting in enumerate(self.settings)
+            if self.cuda and setting.regime == "decode" and (name := self.compiled(index)) in race.names
+        }
+        race.start(early, warmup_runs=self.options.warmup, limit_s=self.options.compile_limit)
         about["started"] = {
             name: {"load_s": said["load_s"], "parameters": said["model"]["parameters"]}
             for name, said in race.started.items()
         }
-        with ThreadPoolExecutor(2) as pool:
-            if following is not None and self.cuda:
-                self.race(following)
-            early = None
-            if COMPILED_TOO in race.active:
-                early = pool.submit(race.prepare, COMPILED_TOO, self.settings[2].leg)
-            laps = self.laps(model, race, until, early)
+        if following is not None and self.cuda:
+            self.race(following)
+        laps, late = self.laps(model, race, until)
+        self.late(race, late, until)
         self.evidence(race, about)
         if self.options.trace and self.cuda:
             self.traces(race, about, until)
         if laps and self.options.float32 and machine.clock() < until:
             race.configure(ORIGINAL, laps[0].leg)
             about["float32_rel_rmse"] = {"batch": laps[0].leg.batch} | race.float32(laps[0])
+        about["seconds"] = round(machine.clock() - began, 1)
 
-    def laps(self, model: str, race: Race, until: float, early: Any) -> list[Lap]:
-        """Measure every setting there is time for; the cells are written at once."""
+    def compiled(self, index: int) -> str:
+        """The compiled contender's process for a setting."""
+        if not self.cuda:
+            return COMPILED
+        return COMPILING[2] if self.settings[index].regime == "prefill" else COMPILING[0 if index == 0 else 1]
+
+    def laps(self, model: str, race: Race, until: float) -> tuple[list[Lap], list[Late]]:
+        """Measure every setting there is time for, and say what is late; the cells are written at once."""
         laps: list[Lap] = []
+        late: list[Late] = []
         for index, setting in enumerate(self.settings):
             what = f"{model}: {setting.regime}, batch {setting.leg.batch}"
             race.readmit()
-            race.limit(max(self.left, 10))
+            race.limit(max(until - machine.clock(), LEAST_S))
             if laps and machine.clock() > until:
                 self.report.missing.append(f"{what}: no time was left")
                 continue
-            other = COMPILED if index == 2 and COMPILED_TOO in race.names else COMPILED_TOO
-            names = [name for name in race.names if name != other]
-            if early is not None and not laps:
-                race.warm_beside(early)
+            own = self.compiled(index)
+            names = [name for name in race.names if kind(name) != COMPILED or name == own]
             try:
-                lap = race.measure(
-                    setting.leg,
-                    pairs=self.options.pairs,
-                    warmup_runs=self.options.warmup,
-                    deadline=until,
-                    names=names,
-                )
+                lap = self.lap(race, setting, names, until)
                 outputs = race.compare(lap)
-                limit = self.limit(race, setting)
+                with race.undisturbed():
+                    limit = self.limit(race, setting)
             except KernelgraftError as error:
                 self.report.missing.append(f"{what}: {error}")
                 continue
             laps.append(lap)
             for name in names:
                 row = cell(model, setting, name, race, lap, outputs, limit)
+                if name in race.away:
+                    row["failure"] = race.away[name]
+                    late.append(Late(setting, name, row, limit))
                 self.report.cells.append(row)
                 say(line(row), self.began)
             self.report.write(machine.clock() - self.began)
-        return laps
+        return laps, late
+
+    def lap(self, race: Race, setting: Setting, names: Sequence[str], until: float, warmup: int | None = None) -> Lap:
+        """One setting."""
+        return race.measure(
+            setting.leg,
+            pairs=self.options.pairs,
+            warmup_runs=warmup or self.options.warmup,
+            deadline=until,
+            names=names,
+            warmup_limit_s=self.options.warmup_limit,
+        )
+
+    def late(self, race: Race, late: Sequence[Late], until: float) -> None:
+        """Contenders that had not warmed up when the others were measured: wait, then measure them in turns with the
+        original and the graft, which are measured again for it. Their cells take the place of those that said so."""
+        for one in late:
+            race.readmit()
+            race.wait_for(one.name, until)
+            model, setting = race_model(race), one.setting
+            row = one.row
+            if one.name in race.failures:
+                row["failure"] = race.failures[one.name]
+            else:
+                race.limit(max(until - machine.clock(), LEAST_S))
+                names = [name for name in (ORIGINAL, one.name, GRAFTED) if name in race.active]
+                try:
+                    lap = self.lap(race, setting, names, until, warmup=1)
+                    outputs = race.compare(lap)
+                except KernelgraftError as error:
+                    self.report.missing.append(f"{model}: {one.name} in {setting.regime}: {error}")
+                    continue
+                row.clear()
+                row |= cell(model, setting, one.name, race, lap, outputs, one.limit)
+                self.again(race, setting, lap, outputs, row)
+            say(line(row), self.began)
+            self.report.write(machine.clock() - self.began)
+
+    def again(self, race: Race, setting: Setting, lap: Lap, outputs: dict[str, Any], row: dict[str, Any]) -> None:
+        """Note with what a late contender was measured, and the graft's ratio to it."""
+        model = race_model(race)
+        for name in [n for n in lap.runs if kind(n) != COMPILED]:
+            found = cell(model, setting, name, race, lap, outputs, None)
+            row.setdefault("measured_later_beside", {})[name] = {k: found[k] for k in ("tokens_per_s", "ttft_ms")}
+            for first in self.report.cells:
+                if name == GRAFTED and all(first[k] == found[k] for k in SAME) and "over" in first:
+                    first["over"][COMPILED] = found["over"][COMPILED]
 
     def limit(self, race: Race, setting: Setting) -> tuple[Work, Limits] | None:
         """What one step needs and what the device reaches; None where the work cannot be counted."""
@@ -360,7 +414,10 @@ class Program:
     def evidence(self, race: Race, about: dict[str, Any]) -> None:
         """Whose code each process ran, and what went through the graft."""
         race.readmit()
-        proofs = {name: race.proof(name) for name in race.active}
+        proofs: dict[str, Any] = {}
+        for name in race.active:
+            if proofs.get(kind(name)) is None:
+                proofs[kind(name)] = race.proof(name)
         about["evidence"] = {name: list(found[1]) for name, found in proofs.items() if found is not None}
         about["proof"] = {name: found[0].model_dump(mode="json") for name, found in proofs.items() if found is not None}
         if GRAFTED in race.active:
@@ -420,6 +477,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", type=names, default=list(MODELS), help="specs, in the order of importance")
     parser.add_argument("--contenders", type=names, default=list(CONTENDERS))
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/h200/end_to_end.json"))
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        action="append",
+        default=[],
+        help="keep what this file holds of other models; may be given several times, and be the file of --json",
+    )
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--graft-dir", type=Path, help="folder with a folder of a graft for each model")
     parser.add_argument("--device", default="cuda")
@@ -428,12 +492,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=64, help="of the decode settings, on a GPU")
     parser.add_argument("--warmup", type=int, default=2, help="runs of each contender before its first pair")
+    parser.add_argument(
+        "--warmup-limit", type=float, default=60.0, help="seconds for one warm-up run, after which a peer has failed"
+    )
+    parser.add_argument(
+        "--compile-limit",
+        type=float,
+        default=300.0,
+        help="seconds for all warm-up runs of the compiled contender, which take place beside the others'",
+    )
     parser.add_argument("--trace-of", type=names, default=[ORIGINAL, GRAFTED], help="contenders to trace")
     parser.add_argument("--no-trace", dest="trace", action="store_false")
     parser.add_argument("--no-float32", dest="float32", action="store_false")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.contenders) - set(CONTENDERS)):
         parser.error(f"no such contender: {unknown[0]}; choose among {', '.join(CONTENDERS)}")
+    if absent := [file for file in options.merge if file != options.json and not file.is_file()]:
+        parser.error(f"there is no file {absent[0]} to merge")
     options.contenders = [name for name in CONTENDERS if name in {ORIGINAL, *options.contenders}]
     return options
 

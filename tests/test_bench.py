@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ FAKE = """
 import json, os, sys, time
 log = open(os.environ["FAKE_LOG"], "a", buffering=1)
 mode, _, who = os.environ.get("FAKE_MODE", "").partition("@")
-name = "?"
+name, leg = "?", None
 runs = 0
 def shares(us):
     return {"regime": order["regime"], "tokens": 8, "wall_ms": 2.0, "busy_ms": 1.0, "kernels": 16, "kernel_us": us,
@@ -184,6 +185,7 @@ for line in sys.stdin:
                 "threads": 1, "load_s": 0.1, "weights": "other" if now == "heavy" else "same"}
     elif order["do"] == "configure":
         said = {"prompt_tokens": order["prompt_tokens"] or 3}
+        runs, leg = 0 if now == "slow" and order != leg else runs, order
     elif order["do"] == "generate":
         log.write(name + "\\n")
         runs += 1
@@ -191,6 +193,8 @@ for line in sys.stdin:
             sys.exit("the cable came off")
         if now == "hang":
             time.sleep(60)
+        if now == "slow" and runs == 1 and leg["new_tokens"] > 1:
+            time.sleep(float(os.environ["FAKE_SLEEP"]))
         if now == "wrong":
             said = {"error": "MismatchError", "message": "the graft is for another model"}
         elif now == "broken" or (now == "late" and runs == 3):
@@ -255,8 +259,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         race,
         "Worker",
-        lambda name, timeout_s: real(
-            name, module="fake_worker", timeout_s=patience.get(os.environ["FAKE_MODE"].partition("@")[0], 60.0)
+        lambda name, timeout_s, environment: real(
+            name,
+            module="fake_worker",
+            timeout_s=patience.get(os.environ["FAKE_MODE"].partition("@")[0], 60.0),
+            environment=environment,
         ),
     )
     monkeypatch.setenv("FAKE_MODE", "")
@@ -405,6 +412,168 @@ def test_a_race_goes_on_with_those_that_failed_in_another_leg(fake: Any, monkeyp
         again = own.measure(leg, pairs=3, warmup_runs=1, deadline=machine.clock())
         assert list(again.runs) == ["eager", "liger"]
         assert len(again.runs["eager"]) == 1, "no round begins after the deadline"
+
+
+DECODE = race.Leg(batch=1, prompt_tokens=None, new_tokens=2, cache="dynamic")
+COMPILER = "static-compile"
+
+
+@pytest.fixture
+def compiling(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts a race on a GPU in which the compiled contender's first run takes so many seconds."""
+    monkeypatch.setattr(race, "PATIENCE_S", 0.0)
+
+    def begin(seconds: float, limit_s: float = 60.0) -> race.Race:
+        monkeypatch.setenv("FAKE_MODE", f"slow@{COMPILER}")
+        monkeypatch.setenv("FAKE_SLEEP", str(seconds))
+        own = race.Race(["eager", COMPILER, "liger"], {"spec": "m", "device": "cuda"}, keep_failed=True)
+        own.start({COMPILER: DECODE}, warmup_runs=2, limit_s=limit_s)
+        return own
+
+    return begin
+
+
+def test_one_that_warms_up_for_long_holds_nobody_up(fake: Any, compiling: Any) -> None:
+    with compiling(3.0) as own:
+        lap = own.measure(DECODE, pairs=2, warmup_runs=1)
+        assert fake.log() == [COMPILER, "eager", "liger", "eager", "liger", "liger", "eager"]
+        assert list(lap.runs) == ["eager", "liger"]
+        assert own.active == ["eager", "liger"]
+        assert "its warm-up (compilation) has taken" in own.away[COMPILER]
+        own.wait_for(COMPILER, machine.clock() + 60)
+        assert own.away == {}
+        late = own.measure(DECODE, pairs=2, warmup_runs=1, names=["eager", COMPILER])
+        assert list(late.runs) == ["eager", COMPILER]
+        assert len(late.warm[COMPILER]) == 2, "it has warmed up by itself, and does not once more"
+        assert fake.log()[7:] == [COMPILER, "eager", "eager", COMPILER, COMPILER, "eager"]
+        assert own.compare(late)[COMPILER].tokens_equal
+
+
+def test_one_that_is_ready_in_time_is_measured_with_the_others(fake: Any, compiling: Any) -> None:
+    with compiling(0.0) as own:
+        while not own._early[COMPILER].done.done():
+            pass
+        lap = own.measure(DECODE, pairs=1, warmup_runs=1)
+        assert list(lap.runs) == ["eager", COMPILER, "liger"]
+        assert fake.log().count(COMPILER) == 2 + 1
+        assert own.side(lap, COMPILER).warmup_s == 0.6
+
+
+def test_one_that_gets_ready_while_others_warm_up_is_measured_with_them(
+    compiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with compiling(0.5) as own:
+        plain = own._warm
+
+        def warm(*args: Any) -> Any:
+            found = plain(*args)
+            own._early[COMPILER].done.result()
+            return found
+
+        monkeypatch.setattr(own, "_warm", warm)
+        lap = own.measure(DECODE, pairs=2, warmup_runs=1)
+        assert set(lap.runs) == {"eager", COMPILER, "liger"}
+        assert len(lap.runs[COMPILER]) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_one_that_is_away_is_halted_with_its_children_while_others_are_measured(
+    compiling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[set[str]] = []
+
+    def state() -> set[str]:
+        pids = process.family(worker_of_compiler._process.pid)
+        return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+    with compiling(5.0) as own:
+        worker_of_compiler = own._workers[COMPILER]
+        assert "T" not in state()
+        rounds = own._rounds
+
+        def looked(*args: Any) -> Any:
+            states.append(state())
+            time.sleep(0.5)
+            return rounds(*args)
+
+        monkeypatch.setattr(own, "_rounds", looked)
+        own.measure(DECODE, pairs=1, warmup_runs=1)
+        assert states == [{"T"}]
+        assert "T" not in state()
+        early = own._early[COMPILER]
+        assert 0.5 <= early.stopped_s < machine.clock() - early.began
+        assert "was halted for" in own.away[COMPILER]
+
+
+def test_a_family_is_a_process_with_what_it_started() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
+        until = machine.clock() + 20
+        while len(found := process.family(parent.pid)) < 2 and machine.clock() < until:
+            time.sleep(0.05)
+        assert found[0] == parent.pid
+        assert len(found) == 2
+        assert os.getpid() not in found
+        assert parent.stdin is not None
+        parent.stdin.write(b"\n")
+    assert process.family(parent.pid) == [parent.pid]
+
+
+def test_one_that_takes_too_long_has_failed_with_the_seconds(fake: Any, compiling: Any) -> None:
+    with compiling(60.0, limit_s=0.5) as own:
+        own.wait_for(COMPILER, machine.clock() + 30)
+        assert "its warm-up (compilation) has taken" in own.failures[COMPILER]
+        assert "the limit is 0 s" in own.failures[COMPILER]
+        own.readmit()
+        assert COMPILER in own.failures, "it is not tried again"
+        assert list(own.measure(DECODE, pairs=1, warmup_runs=1).runs) == ["eager", "liger"]
+    with compiling(60.0) as own:
+        own.wait_for(COMPILER, machine.clock())
+        assert "no time was left for more" in own.failures[COMPILER]
+    began = machine.clock()
+    with compiling(60.0) as own:
+        pass
+    assert machine.clock() - began < 30, "the race does not wait for it"
+
+
+def test_one_that_fails_by_itself_is_told(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_MODE", f"broken@{COMPILER}")
+    with race.Race(["eager", COMPILER], {"spec": "m", "device": "cuda"}, keep_failed=True) as own:
+        own.start({COMPILER: DECODE})
+        own.wait_for(COMPILER, machine.clock() + 30)
+        assert "it broke (its warm-up (compilation) has taken 0 s)" in own.failures[COMPILER]
+
+
+def test_a_peer_s_warm_up_has_a_limit(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_MODE", "slow@liger")
+    monkeypatch.setenv("FAKE_SLEEP", "60")
+    with race.Race(["eager", "liger"], {"spec": "m", "device": "cpu"}, keep_failed=True) as own:
+        own.start()
+        lap = own.measure(DECODE, pairs=1, warmup_runs=1, warmup_limit_s=0.5)
+        assert list(lap.runs) == ["eager"]
+        assert "did not answer `generate`" in own.failures["liger"]
+        assert own._workers["eager"].timeout_s > 1
+
+
+def test_compilers_are_told_how_many_processes_they_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, dict[str, str]] = {}
+
+    class Silent:
+        def __init__(self, name: str, *, timeout_s: float, environment: dict[str, str]) -> None:
+            seen[name] = environment
+
+        def close(self) -> None: ...
+
+        def leave(self) -> None: ...
+
+    monkeypatch.setattr(race, "Worker", Silent)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.delenv(race.COMPILERS, raising=False)
+    with race.Race(["eager", COMPILER, f"{COMPILER}:2"], {"device": "cuda"}):
+        assert seen == {"eager": {}, COMPILER: {race.COMPILERS: "5"}, f"{COMPILER}:2": {race.COMPILERS: "5"}}
+    monkeypatch.setenv(race.COMPILERS, "2")
+    with race.Race([COMPILER], {"device": "cuda"}):
+        assert seen[COMPILER] == {}, "who has said it is heard"
 
 
 @pytest.mark.parametrize(
@@ -916,7 +1085,11 @@ def script() -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["end_to_end"] = module  # for its dataclasses
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(file.parent))
     return module
 
 
@@ -1006,3 +1179,101 @@ def test_what_there_was_no_time_for_is_listed(
     assert len(answer["missing"]) >= 3
     assert all(": " in text for text in answer["missing"]), "each says why"
     assert "it broke" in answer["missing"][0]
+
+
+SLOW = ["--models", "m", "--contenders", "static-compile,liger,kernelgraft", "--pairs", "2", "--warmup", "1"]
+
+
+@pytest.fixture
+def slow(fake: Any, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """All settings of a model whose compiled contender takes so many seconds for its first decode run."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "graft.json").touch()
+    monkeypatch.setenv("FAKE_MODE", "slow@static-compile")
+    monkeypatch.setattr(race, "PATIENCE_S", 0.0)
+
+    def run(seconds: float, *more: str) -> dict[str, dict[str, Any]]:
+        monkeypatch.setenv("FAKE_SLEEP", str(seconds))
+        file = tmp_path / "slow.json"
+        script.main([*SLOW, "--graft-dir", str(tmp_path), "--budget", "100", "--json", str(file), "--no-trace", *more])
+        cells = json.loads(file.read_text())["cells"]
+        assert len(cells) == 12
+        return {f"{c['regime']} {c['batch']} {c['contender']}": c for c in cells}
+
+    return run
+
+
+def test_what_compiles_for_long_is_measured_after_the_others(slow: Any, fake: Any) -> None:
+    cells = slow(6.0)
+    assert fake.log().index("liger") < 4, "others do not wait"
+    for cell in cells.values():
+        assert "failure" not in cell
+        assert cell["tokens_per_s"]
+    compiled = cells["decode 1 static-compile"]
+    assert set(compiled["measured_later_beside"]) == {"eager", "kernelgraft"}
+    assert compiled["measured_later_beside"]["eager"]["tokens_per_s"] == pytest.approx(1 * 1 / 1.1 * 1)
+    assert compiled["over"]["eager"]["ratio"] == pytest.approx(2.2)
+    assert "measured_later_beside" not in cells["prefill 1 static-compile"], "there `generate` compiles nothing"
+    assert cells["decode 1 kernelgraft"]["over"]["static-compile"]["ratio"] == pytest.approx(1.0)
+    assert set(cells["decode 1 kernelgraft"]["over"]) == {"eager", "liger", "static-compile"}
+
+
+def test_what_never_ends_compiling_has_failed_and_the_others_are_measured(slow: Any) -> None:
+    cells = slow(90.0, "--compile-limit", "4")
+    for name, cell in cells.items():
+        if name in ("decode 1 static-compile", "decode 32 static-compile"):
+            assert "the limit is 4 s" in cell["failure"]
+            assert cell["tokens_per_s"] is None
+        else:
+            assert cell["tokens_per_s"], name
+    assert cells["prefill 1 static-compile"]["over"]["eager"]["ratio"]
+
+
+def test_models_that_another_run_measured_are_kept(fake: Any, script: Any, tmp_path: Path) -> None:
+    def run(models: str, *more: str) -> dict[str, Any]:
+        arguments = ["--models", models, "--contenders", "eager", "--pairs", "1", "--warmup", "1", "--no-trace"]
+        script.main([*arguments, "--json", str(tmp_path / "all.json"), *more])
+        found: dict[str, Any] = json.loads((tmp_path / "all.json").read_text())
+        return found
+
+    one, keep = run("a,b"), ("--merge", str(tmp_path / "all.json"))
+    assert {c["model"] for c in one["cells"]} == {"a", "b"}
+    two = run("b,c", *keep)
+    assert [c["model"] for c in two["cells"]] == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
+    assert list(two["models"]) == ["a", "b", "c"]
+    assert two["models"]["a"] == one["models"]["a"]
+    assert two["models"]["b"]["environment"]["time"] >= two["environment"]["time"] >= one["environment"]["time"]
+    assert two["models"]["a"]["options"] == one["options"]
+    assert two["models"]["a"]["seconds"] > 0
+    three = run("c", *keep, "--budget", "0")
+    assert three["missing"] == ["c: no time was left"]
+    assert set(three["models"]) == {"a", "b"}
+    four = run("c", *keep)
+    assert four["missing"] == [], "what was missing has been measured"
+    assert set(run("c")["models"]) == {"c"}, "without --merge nothing is kept"
+
+
+def test_files_of_several_machines_are_put_together(script: Any, tmp_path: Path) -> None:
+    def file(name: str, *models: str, **more: Any) -> Path:
+        content = {
+            "environment": {"gpu": name},
+            "options": {"pairs": 3},
+            "cells": [{"model": m, "of": name} for m in models],
+            "models": {m: {"calls": []} for m in models},
+            "missing": [],
+        }
+        place = tmp_path / name
+        place.write_text(json.dumps(content | more))
+        return place
+
+    one, two = file("one", "a", "b"), file("two", "b", missing=["c: no time was left"])
+    target = tmp_path / "all.json"
+    merge = ["--merge", str(one), "--merge", str(two), "--json", str(target)]
+    assert script.main(["--models", "", *merge]) == 0
+    answer = json.loads(target.read_text())
+    assert [(c["model"], c["of"]) for c in answer["cells"]] == [("a", "one"), ("b", "two")]
+    assert answer["environment"] == {"gpu": "one"}
+    assert answer["models"]["b"] == {"environment": {"gpu": "two"}, "options": {"pairs": 3}, "calls": []}
+    assert answer["missing"] == ["c: no time was left"]
+    with pytest.raises(SystemExit):
+        script.main(["--models", "", "--merge", str(tmp_path / "absent"), "--json", str(target)])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 from kernelgraft import errors, machine
@@ -22,9 +25,17 @@ CLOSING_S = 20.0
 class Worker:
     """A fresh process with one model; see `kernelgraft.bench.worker` for what it answers."""
 
-    def __init__(self, name: str, *, module: str = "kernelgraft.bench.worker", timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        module: str = "kernelgraft.bench.worker",
+        timeout_s: float = TIMEOUT_S,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.timeout_s = timeout_s
+        self._stopped: list[int] = []
         self._noise = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -33,7 +44,7 @@ class Worker:
             stderr=self._noise,
             text=True,
             encoding="utf-8",
-            env=machine.child_environment(),
+            env=machine.child_environment(**(environment or {})),
         )
 
     @property
@@ -85,6 +96,30 @@ class Worker:
         lines = [line.strip() for line in self._noise.read().splitlines() if line.strip()]
         return lines[-1][:300] if lines else "it said nothing"
 
+    def stop(self) -> None:
+        """Halt the process and all that it has started (a compiler's processes) until `go`."""
+        if not hasattr(signal, "SIGSTOP"):
+            return
+        while new := [pid for pid in family(self._process.pid) if pid not in self._stopped]:
+            for pid in new:
+                with contextlib.suppress(OSError):  # it has ended
+                    os.kill(pid, signal.SIGSTOP)
+            self._stopped += new
+
+    def go(self) -> None:
+        """Let go on what `stop` halted."""
+        for pid in self._stopped:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def kill(self) -> None:
+        """End the process and what it has started at once: a thread that waits for its answer gets an error."""
+        for pid in family(self._process.pid) if self.alive else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self._stopped.clear()
+
     def leave(self) -> None:
         """Let the process end by itself; `close` still waits for it."""
         if self._process.stdin:
@@ -96,6 +131,7 @@ class Worker:
         process = self._process
         if self._noise.closed:
             return
+        self.go()
         for pipe in (process.stdin, process.stdout):
             if pipe:
                 with contextlib.suppress(OSError):
@@ -106,3 +142,17 @@ class Worker:
             process.kill()
             process.wait()
         self._noise.close()
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants, where the system tells of them."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir() if Path("/proc/self/stat").exists() else ():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found

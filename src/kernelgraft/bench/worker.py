@@ -138,7 +138,7 @@ class Session:
             self.ids = prompt_ids(self.loaded, self._prompt).repeat(batch, 1)
         else:
             self.ids = long_prompt(self.loaded, self._prompt, batch, length, self._seed)
-        for kept in ("_cache", "_compiled_call"):  # of another size
+        for kept in ("_cache", "_previous_max_cache_length", "_compiled_call"):  # of another size
             self.model.__dict__.pop(kept, None)
         if self.ready.compiled:
             torch.compiler.reset()
