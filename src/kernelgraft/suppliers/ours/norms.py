@@ -14,7 +14,12 @@ CATALOGUE = {
     "add_layer_norm": Entry(
         "residual_norm", "a residual addition and a layer norm, before or after it, in one launch", autograd=False
     ),
+    "rms_norm_triton": Entry("rms_norm", "the same in Triton, for short rows", False, "triton"),
+    "layer_norm_triton": Entry("layer_norm", "the same in Triton, for short rows", False, "triton"),
+    "add_rms_norm_triton": Entry("residual_norm", "a sum and its RMS norm in Triton, for short rows", False, "triton"),
 }
+WIDEST_IN_TRITON = 16384
+"""Channels of a row."""
 
 
 def _norm(
@@ -47,7 +52,7 @@ def _vectors(definition: Definition) -> tuple[str | None, str | None]:
     return weight, bias
 
 
-def _norm_draft(definition: Definition) -> Draft | str:
+def _norm_drafts(definition: Definition) -> list[Draft] | str:
     family, semantics = definition.meta.family, definition.meta.semantics
     x = definition.inputs["hidden_states"].dtype
     found = _norm(semantics, family, x, *_vectors(definition))
@@ -57,7 +62,17 @@ def _norm_draft(definition: Definition) -> Draft | str:
     if (wanted := definition.outputs["output"].dtype) != dtype:
         return f"its result is {dtype}, the definition's {wanted}"
     call = call_of(family, _norm_arguments(definition, family), {"eps": semantics["eps"], **keywords})
-    return Draft(family, source_of(family, family, definition, [f"return {call}"]))
+    draft = Draft(family, source_of(family, family, definition, [f"return {call}"]))
+    return [draft, *_in_triton(family, definition, call)]
+
+
+def _in_triton(function: str, definition: Definition, call: str) -> list[Draft]:
+    """The same call of a function of `rows_triton`, unless the rows are too wide."""
+    width = definition.axes[(definition.inputs["hidden_states"].shape or ("",))[-1]].value
+    if width is None or width > WIDEST_IN_TRITON:
+        return []
+    guard = {"last_dim_contiguous": tuple(n for n in definition.inputs if n in ("residual", "hidden_states"))}
+    return [Draft(f"{function}_triton", source_of("rows_triton", function, definition, [f"return {call}"]), guard)]
 
 
 def _norm_arguments(definition: Definition, family: str) -> list[str]:
@@ -74,7 +89,7 @@ def _norm_arguments(definition: Definition, family: str) -> list[str]:
     return names
 
 
-def _residual_draft(definition: Definition) -> Draft | str:
+def _residual_drafts(definition: Definition) -> list[Draft] | str:
     order, norm = definition.meta.semantics["order"], definition.meta.semantics["norm"]
     family, inputs = norm["family"], definition.inputs
     residual, x = inputs["residual"].dtype, inputs["hidden_states"].dtype
@@ -90,8 +105,8 @@ def _residual_draft(definition: Definition) -> Draft | str:
     function = f"add_{family}" if order == "pre" else f"{family}_add"
     module = "add_rms_norm" if family == "rms_norm" else "layer_norm"
     call = call_of(function, _norm_arguments(definition, family), {"eps": norm["eps"], **keywords})
-    source = source_of(module, function, definition, [f"return {call}"])
-    return Draft(f"add_{family}", source)
+    draft = Draft(f"add_{family}", source_of(module, function, definition, [f"return {call}"]))
+    return [draft, *(_in_triton(function, definition, call) if function == "add_rms_norm" else [])]
 
 
-WRITERS = {"rms_norm": _norm_draft, "layer_norm": _norm_draft, "residual_norm": _residual_draft}
+WRITERS = {"rms_norm": _norm_drafts, "layer_norm": _norm_drafts, "residual_norm": _residual_drafts}

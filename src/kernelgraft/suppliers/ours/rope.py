@@ -11,10 +11,11 @@ CATALOGUE = {
     "rope": Entry(
         "rope", "q and k in one launch; any even number of rotated channels, half-split or interleaved pairs"
     ),
+    "rope_triton": Entry("rope", "the same in Triton, for few rows; half-split pairs", False, "triton"),
 }
 
 
-def _rope_draft(definition: Definition) -> Draft | str:
+def _rope_drafts(definition: Definition) -> list[Draft] | str:
     semantics, inputs = definition.meta.semantics, definition.inputs
     shape = inputs["q"].shape or ()
     row = shape.index("seq_len") if "seq_len" in shape else -1
@@ -29,7 +30,7 @@ def _rope_draft(definition: Definition) -> Draft | str:
     keywords: dict[str, Any] = {"row_axis": row, "rotary_dim": semantics["rotary_dim"]}
     if semantics["placement"] == "last":
         keywords["last"] = True
-    keywords |= {"pairs_in": semantics["pairs_in"], "pairs_out": semantics["pairs_out"]}
+    pairs = {"pairs_in": semantics["pairs_in"], "pairs_out": semantics["pairs_out"]}
     keywords["table"] = "half" if semantics["table"] == "complex" else semantics["table"]
     if semantics["direction"] == "backward":
         keywords["backward"] = True
@@ -40,11 +41,19 @@ def _rope_draft(definition: Definition) -> Draft | str:
     expected = q if semantics["cast"] else wide
     if (wanted := definition.outputs["q_out"].dtype) != expected:
         return f"its result is {expected}, the definition's {wanted}"
-    call = call_of("rope", ["q", "k" if "k" in inputs else "None", *tables], keywords)
     names = [f"{name}_out" for name in rotated]
     results = [f"{name}.squeeze({extra})" if extra is not None else name for name in names]
-    lines += [f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}", f"return {', '.join(results)}"]
-    return Draft("rope", source_of("rope", "rope", definition, lines))
+
+    def source(module: str, more: dict[str, Any]) -> str:
+        call = call_of("rope", ["q", "k" if "k" in inputs else "None", *tables], keywords | more)
+        ending = [f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}", f"return {', '.join(results)}"]
+        return source_of(module, "rope", definition, [*lines, *ending])
+
+    drafts = [Draft("rope", source("rope", pairs))]
+    if set(pairs.values()) == {"half"} and len({inputs[name].dtype for name in rotated}) == 1:
+        guard = {"last_dim_contiguous": tuple(rotated)}
+        drafts.append(Draft("rope_triton", source("rope_triton", {}), guard))
+    return drafts
 
 
 def _tables(definition: Definition) -> tuple[list[str], list[str]]:
@@ -63,4 +72,4 @@ def _tables(definition: Definition) -> tuple[list[str], list[str]]:
     return lines, ["cos", "sin"]
 
 
-WRITERS = {"rope": _rope_draft}
+WRITERS = {"rope": _rope_drafts}

@@ -1,0 +1,81 @@
+"""Launches of Triton kernels: what depends on shapes only is worked out once and kept, as `cutile.plans` does it.
+
+Triton binds and specialises its arguments at every launch, which takes longer than a short kernel runs. A `Launch` has
+it done once for tensors that all begin at a multiple of 16 bytes and once for others, then calls what Triton made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernelgraft.cutile.plans import current
+
+OVERLAPPING = (9, 0)
+"""The first compute capability on which a kernel can be launched before the one ahead of it has ended."""
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""None where torch was built without CUDA; then no tensor is on a GPU."""
+
+
+@functools.lru_cache(maxsize=16)
+def overlaps(device: int) -> bool:
+    """Whether launches on a CUDA device (-1: the CPU, under Triton's interpreter) can overlap."""
+    return device >= 0 and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= OVERLAPPING
+
+
+class Launch:
+    """A kernel of six tensors, its grid, the arguments that follow the tensors, and the options of its compilation."""
+
+    __slots__ = ("device", "grid", "kernel", "options", "ready", "rest")
+
+    def __init__(
+        self,
+        kernel: Callable[[], Any],
+        grid: tuple[int, int, int],
+        rest: tuple[Any, ...],
+        device: int,
+        **options: Any,
+    ) -> None:
+        """`kernel` gives the kernel: it is asked at the first launch, as importing it needs Triton."""
+        self.kernel, self.grid, self.rest, self.device, self.options = kernel, grid, rest, device, options
+        self.ready: dict[bool, tuple[Any, ...]] = {}
+        """By whether all tensors are aligned: what Triton made, and its handles."""
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch on tensors of one device (None where the kernel takes none), on torch's current stream."""
+        a, b, c, d, e, f = pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        ready = self.ready.get(not (a | b | c | d | e | f) & 15)
+        if ready is None or self.device != current() or _watched():
+            self._first(tensors, not (a | b | c | d | e | f) & 15)
+            return
+        run, function, packed = ready
+        x, y, z = self.grid
+        run(x, y, z, _stream(self.device), function, packed, None, None, None, *pointers, *self.rest)
+
+    def _first(self, tensors: tuple[torch.Tensor | None, ...], aligned: bool) -> None:
+        """Launch through Triton's own front, and keep what it made."""
+        kernel = self.kernel()
+        if self.device < 0:
+            kernel[self.grid](*tensors, *self.rest, **self.options)
+            return
+        with torch.cuda.device(self.device):
+            made = kernel[self.grid](*tensors, *self.rest, **self.options)
+        # A Triton without these would be launched through its own front every time.
+        if all(hasattr(made, name) for name in ("run", "function", "packed_metadata")):
+            self.ready[aligned] = made.run, made.function, made.packed_metadata
+
+
+@functools.cache
+def _hooks() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def _watched() -> bool:
+    """Whether somebody, such as Triton's profiler, wants to be told of launches."""
+    hook = _hooks().launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
