@@ -502,6 +502,18 @@ def test_overflow_may_be_right_or_as_the_original_has_it() -> None:
     assert compare(torch.tensor([nan, 1.0]), torch.tensor([3.0, 1.0]), small).wrong is not None
 
 
+def test_a_row_that_the_original_lost_asks_nothing_where_it_comes_near_by_chance() -> None:
+    # A layer norm whose variance overflowed gives its bias, which is near the exact result in some places.
+    exact = torch.stack((torch.linspace(-2, 2, 101), torch.linspace(1, 2, 101))).double()
+    native = torch.stack((torch.full((101,), 0.5), torch.linspace(1, 2, 101)))
+    lost = native.clone()
+    lost[0] = float("nan")
+    assert compare(lost, native, exact).wrong is None
+    right = native.clone()
+    right[1, 4] = float("nan")
+    assert "in 1 of 202 places" in (compare(right, native, exact).wrong or "")
+
+
 def test_an_original_that_is_no_yardstick_lifts_no_bound() -> None:
     exact = torch.randn(64, 64, dtype=torch.float64)
     native = torch.zeros(64, 64)

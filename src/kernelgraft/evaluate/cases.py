@@ -58,6 +58,8 @@ class JudgeOptions:
     """Calls of each case, each with other garbage in uninitialised memory (C9); at most 3."""
     gradients: bool = True
     """Compare gradients where the guard claims them."""
+    interpret_first: bool = True
+    """A cuTile Solution for a GPU is tried under the interpreter before it runs there."""
     static_gate: bool = True
     """Check C2; off only to test that the other checks do not rely on it."""
     timeout_s: float = 300.0

@@ -118,7 +118,7 @@ class Judge:
 
         That it takes too long or has not an operation says nothing about the Solution.
         """
-        if not interpreting.applies(trial.solution, captured):
+        if not (self.options.interpret_first and interpreting.applies(trial.solution, captured)):
             return None
         family = self._family(trial.definition.meta.family)
         definition = family.reduced(trial.definition) or trial.definition

@@ -36,6 +36,8 @@ DEGENERATE = 0.1
 the other right answer, and a Solution must be close to that one (with `DEGENERATE_SLACK` times the floors, since its
 rounding error is unknown) or to the exact one."""
 DEGENERATE_SLACK = 4.0
+LOST = 0.75
+"""A row of which more is off by half has overflowed on the way (what is left may be the bias)."""
 GRADIENT_SLACK = 16.0
 """The floors are this much higher for gradients, whose intermediates are rounded too: torch's own fused backward passes
 in bfloat16 are off by two eps where a written-out one in float32 is off by 0.2. A wrong formula is off by far more."""
@@ -149,7 +151,8 @@ def _unasked(
     free = ~n.isfinite() & fits
     if _relative(n, e) > DEGENERATE:
         # It may also come out finite: one over an infinite variance is 0.
-        free |= ~a.isfinite() & fits & ((n - e).abs() > 0.5 * e.abs())
+        far = (n - e).abs() > 0.5 * e.abs()
+        free |= ~a.isfinite() & fits & (far | _lost(far))
     if nan_may_vanish:
         free |= n.isnan() & e.isnan() & a.isfinite()
     return free
@@ -167,6 +170,11 @@ def _class_differs(a: torch.Tensor, n: torch.Tensor, e: torch.Tensor, info: torc
 
 def _kind(x: torch.Tensor) -> torch.Tensor:
     return x.isnan() * 3 + x.isinf() * (1 + (x > 0))
+
+
+def _lost(far: torch.Tensor) -> torch.Tensor:
+    """Rows (along the last axis) that are far off nearly everywhere: where such a row is near, it is by chance."""
+    return far.double().mean(-1, keepdim=True) > LOST if far.dim() else far
 
 
 def _rms(x: torch.Tensor, count: int) -> float:
