@@ -118,7 +118,7 @@ def _call(
     setting: tuple[Any, ...],
 ) -> _Call:
     row_axis, rotary_dim, last, table, backward, compute, cast = setting
-    turned = q[3] if rotary_dim is None else rotary_dim
+    turned = q[-1] if rotary_dim is None else rotary_dim
     _check(q, k, tables, row_axis, turned, table)
     result = _dtype(dtype, table_dtype, compute, cast)
     makes = makers(device, *((shape, contiguous(shape), result) for shape in (q, k) if shape is not None))

@@ -166,15 +166,18 @@ def _relaid(
     total: torch.Tensor | None,
     semantics: tuple[Any, ...],
 ) -> None:
-    """A norm of tensors that lie as no kernel takes them: of copies that lie as the results do."""
-    x = torch.empty_like(y, dtype=x.dtype).copy_(x)
-    residual = None if residual is None else torch.empty_like(y, dtype=residual.dtype).copy_(residual)
-    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+    """A norm of tensors that lie as no kernel takes them: of contiguous copies, into contiguous results."""
+    x, residual, weight, bias = (None if t is None else t.contiguous() for t in (x, residual, weight, bias))  # type: ignore[assignment]
     strides, dtype = (None, None) if residual is None else (residual.stride(), residual.dtype)
     found = _call(x.shape, x.stride(), strides, x.get_device(), dtype, x.dtype, _seen(weight), _seen(bias), semantics)
-    if found.launch is None:
-        raise ValueError(f"a result with the strides {y.stride()} is not served")
-    found.launch(residual, x, weight, bias, total, y)
+    y_rows, total_rows = (
+        None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (y, total)
+    )
+    assert found.launch is not None
+    found.launch(residual, x, weight, bias, total_rows, y_rows)
+    for result, made in ((y, y_rows), (total, total_rows)):
+        if result is not None and made is not None:
+            result.copy_(made)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -47,11 +48,16 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch on tensors of one device (None where the kernel takes none), on torch's current stream."""
         a, b, c, d, e, f = pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        ready = self.ready.get(not (a | b | c | d | e | f) & 15)
-        if ready is None or self.device != current() or _watched():
-            self._first(tensors, not (a | b | c | d | e | f) & 15)
+        aligned = not (a | b | c | d | e | f) & 15
+        ready = self.ready.get(aligned)
+        if ready is None or self.device != current():
+            self._first(tensors, aligned)
             return
-        run, function, packed = ready
+        run, function, packed, runtime, quiet = ready
+        hook = runtime.launch_enter_hook
+        if hook is not None and (hook is not quiet or quiet.calls):
+            self._first(tensors, aligned)  # somebody, such as a profiler, wants to be told of launches
+            return
         x, y, z = self.grid
         run(x, y, z, _stream(self.device), function, packed, None, None, None, *pointers, *self.rest)
 
@@ -63,19 +69,9 @@ class Launch:
             return
         with torch.cuda.device(self.device):
             made = kernel[self.grid](*tensors, *self.rest, **self.options)
+        runtime = import_module("triton").knobs.runtime
+        hook = runtime.launch_enter_hook
         # A Triton without these would be launched through its own front every time.
         if all(hasattr(made, name) for name in ("run", "function", "packed_metadata")):
-            self.ready[aligned] = made.run, made.function, made.packed_metadata
-
-
-@functools.cache
-def _hooks() -> Any:
-    from triton import knobs
-
-    return knobs.runtime
-
-
-def _watched() -> bool:
-    """Whether somebody, such as Triton's profiler, wants to be told of launches."""
-    hook = _hooks().launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+            handles = made.run, made.function, made.packed_metadata
+            self.ready[aligned] = *handles, runtime, hook if hasattr(hook, "calls") else None
