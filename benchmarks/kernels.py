@@ -28,6 +28,7 @@ import memory_cases
 import torch
 from measuring import EPS, MODELS, REGIMES, Case, Run, copy_bandwidth, drawn, host_time, measure
 from memory_cases import BIG
+from merging import key as case_key
 from merging import merged, rank, settled
 from torch.nn import functional
 
@@ -36,7 +37,7 @@ from kernelgraft.cutile.plans import Plan
 
 LAUNCHERS = (
     *("row_plans", "rms_norm", "add_rms_norm", "act_and_mul", "rope", "qk_norm_rope", "linear_decode"),
-    *("attention_decode", "argmax"),
+    *("attention_decode", "argmax", "sampling"),
 )
 """Modules of `kernelgraft.kernels` that launch."""
 
@@ -170,19 +171,19 @@ def launched(run: Run) -> list[tuple[Plan, tuple[torch.Tensor, ...]]]:
 # Results
 
 
-def show(lines: list[dict[str, Any]]) -> None:
-    """A table: one line a case, device and host µs of each contestant."""
-    for (kernel, model, regime), group in itertools.groupby(
-        lines, key=lambda e: (e["kernel"], e["model"], e["regime"])
-    ):
+def shown(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """One line a case: device and host µs of each contestant, and ours beside a copy of the same size."""
+    for (kernel, model, regime), group in itertools.groupby(lines, key=case_key):
         parts = []
         for line in group:
-            if "device_us" in line:
+            if line.get("device_us") is not None:
                 share = f" {line['of_copy']:.0%}" if line["bytes"] > 32e6 else ""
+                share += f" ({line['of_same_copy']:.0%})" if line.get("of_same_copy") else ""
+                share += f" {line['peak_bytes'] / 2**20:.0f} MiB" if line.get("peak_bytes") is not None else ""
                 parts.append(f"{line['who']} {line['device_us']:.1f}/{line['host_us']:.1f}{share}")
             else:
                 parts.append(f"{line['who']} WRONG ({line['wrong']})"[:60])
-        print(f"{kernel:15s} {model:13s} {regime:12s} {' | '.join(parts)}")
+        yield f"{kernel:15s} {model:13s} {regime:12s} {' | '.join(parts)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -190,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--merge", type=Path, help="an earlier result: what it lacks is run first, what it has is kept")
+    parser.add_argument("--again", nargs="*", default=[], help="with --merge: kernels that are run first all the same")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--kernels", nargs="*", help="only these")
     parser.add_argument("--compile", nargs="*", default=[], choices=list(MODELS), help="models with torch.compile too")
@@ -227,16 +229,21 @@ def main(argv: list[str] | None = None) -> int:
             case for case in cases(peers, options.models) if not options.kernels or case.kernel in options.kernels
         ]
         if before:
-            listed.sort(key=lambda case: rank((case.kernel, case.model, case.regime), known))
-        for case in listed:
+            listed.sort(key=lambda case: rank((case.kernel, case.model, case.regime), known, options.again))
+        print(f"{len(listed)} cases; ready after {machine.clock() - begin:.0f} s", flush=True)
+        for number, case in enumerate(listed):
             if machine.clock() - begin > options.budget:
                 result["skipped"].append([case.kernel, case.model, case.regime])
                 continue
             result["cases"] += measure(case, options.rounds, case.model in options.compile, copy_gbps)
             torch.cuda.empty_cache()
             save()
+            took = f"{machine.clock() - begin:5.0f} s {number + 1}/{len(listed)}"
+            for text in shown(
+                [line for line in result["cases"] if case_key(line) == (case.kernel, case.model, case.regime)]
+            ):
+                print(took, text, flush=True)
     save()
-    show(result["cases"])
     print(f"copy {copy_gbps:.0f} GB/s; host µs:")
     for line in costs:
         alone = f" ct.launch {line['launch_us']:.1f} ratio {line['ratio']:.2f}" if "ratio" in line else ""

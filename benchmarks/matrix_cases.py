@@ -20,6 +20,7 @@ from kernelgraft.kernels.linear_decode import gated_linear_decode, linear_decode
 from kernelgraft.kernels.qk_norm_rope import qk_norm_rope
 from kernelgraft.kernels.rms_norm import rms_norm
 from kernelgraft.kernels.rope import rope
+from kernelgraft.kernels.sampling import sample_top_k
 
 BACKENDS = {
     "torch flash": SDPBackend.FLASH_ATTENTION,
@@ -44,6 +45,7 @@ def cases(name: str, regime: str, batch: int, length: int, peers: dict[str, Any]
     if name == "llama-3.2-1b":
         if length == 1:
             yield argmax_case(name, regime, batch)
+            yield sampling_case(name, regime, batch)
         else:
             yield cross_entropy_case(name, model, regime, length, peers)
 
@@ -215,6 +217,43 @@ def argmax_case(name: str, regime: str, rows: int) -> Case:
     )
 
 
+TOP_K, TEMPERATURE, TOP_P = 50, 0.7, 0.9
+
+
+def sampling_case(name: str, regime: str, rows: int) -> Case:
+    """A token of the nucleus of the largest logits: by given uniform numbers, or drawn by torch."""
+
+    def shares(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, tokens = logits.topk(TOP_K, dim=-1)
+        found = torch.softmax(scores / TEMPERATURE, -1)
+        return torch.where(found.cumsum(-1) - found < TOP_P, found, 0.0), tokens
+
+    def by_numbers(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        found, tokens = shares(logits)
+        before = found.cumsum(-1) - found
+        place = ((found > 0) & (before <= u.unsqueeze(-1) * found.sum(-1, keepdim=True))).sum(-1, keepdim=True) - 1
+        return tokens.gather(-1, place).squeeze(-1)
+
+    def drawn_by_torch(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        found, tokens = shares(logits)
+        return tokens.gather(-1, torch.multinomial(found, 1)).squeeze(-1)
+
+    return Case(
+        "sampling",
+        name,
+        regime,
+        lambda: (torch.randn(rows, VOCABULARY, device="cuda") * 2, torch.rand(rows, device="cuda")),
+        lambda logits, u: by_numbers(logits.double(), u.double()),
+        {
+            "kernelgraft": lambda logits, u: sample_top_k(logits, u, k=TOP_K, temperature=TEMPERATURE, top_p=TOP_P),
+            "torch": by_numbers,
+            "torch multinomial": drawn_by_torch,
+        },
+        8 * rows,
+        random=frozenset({"torch multinomial"}),
+    )
+
+
 def cross_entropy_case(name: str, model: Model, regime: str, tokens: int, peers: dict[str, Any]) -> Case:
     """Loss and gradients of hidden states and head."""
 
@@ -247,6 +286,7 @@ def cross_entropy_case(name: str, model: Model, regime: str, tokens: int, peers:
         contestants,
         2 * (tokens + VOCABULARY) * model.hidden,
         flops=flops,
+        peak=True,
     )
 
 
@@ -256,10 +296,11 @@ def calls() -> dict[str, Run]:
     weight, cos, sin = drawn(128), drawn(1, 1, 128), drawn(1, 1, 128)
     x, square = drawn(1, 1, 2048), drawn(2048, 2048)
     query, key, value = drawn(1, 32, 1, 128), drawn(1, 8, 64, 128), drawn(1, 8, 64, 128)
-    logits = drawn(1, VOCABULARY)
+    logits, u = drawn(1, VOCABULARY), torch.rand(1, device="cuda")
     return {
         "qk_norm_rope": lambda: qk_norm_rope(q, k, weight, weight, cos, sin, EPS),
         "linear_decode": lambda: linear_decode(x, square),
         "attention_decode": lambda: attention_decode(query, key, value, scaling=0.1),
         "argmax": lambda: argmax(logits),
+        "sampling": lambda: sample_top_k(logits, u, k=TOP_K, temperature=TEMPERATURE, top_p=TOP_P),
     }

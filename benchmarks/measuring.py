@@ -63,6 +63,10 @@ class Case:
     """bfloat16 roundings that a result may be off; more where several steps round one after the other."""
     flops: float = 0.0
     """Floating-point operations of a call, where they are what limits it."""
+    random: frozenset[str] = frozenset()
+    """Contestants that draw by themselves: only the shape of their results is checked."""
+    peak: bool = False
+    """Whether the memory that a call takes at most is of interest, too."""
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -73,8 +77,8 @@ def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def wrong(case: Case, run: Run) -> str | None:
-    """Why a contestant's results are not right; None if they are."""
+def wrong(case: Case, run: Run, checked: bool = True) -> str | None:
+    """Why a contestant's results are not right; None if they are, or have the right shape if that is all there is."""
     inputs = case.make()
     expected = as_tuple(case.exact(*inputs))
     found = as_tuple(run(*(t.clone() for t in inputs)))
@@ -82,9 +86,11 @@ def wrong(case: Case, run: Run) -> str | None:
     for actual, wanted in zip(found, expected, strict=True):
         if actual.shape != wanted.shape:
             return f"shape {tuple(actual.shape)}"
-        if not actual.is_floating_point():
+        if checked and not actual.is_floating_point():
             if not torch.equal(actual.long(), wanted.long()):
                 return f"{int((actual != wanted).sum())} of {wanted.numel()} differ"
+            continue
+        if not checked:
             continue
         wanted = wanted.double()
         distance = (actual.double() - wanted).abs()
@@ -156,18 +162,25 @@ def measure(case: Case, rounds: int, compiled: bool, copy_gbps: float) -> list[d
         lines[name] = line
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                reason = wrong(case, run)
+                reason = wrong(case, run, name not in case.random)
+                if reason is None and case.peak:
+                    line["peak_bytes"] = peak_bytes(run, first)
                 if reason is None:
                     replays[name] = Replay(run, sets, calls)
         except Exception as error:  # a contestant that cannot run here: the message is its result
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
             torch.cuda.synchronize()
         line["wrong"] = reason
+    copies = copies_of(moved, calls) if moved >= COPIED and case.flops < INTENSE * moved else []
     times: dict[str, list[float]] = {name: [] for name in replays}
     hosts: dict[str, list[float]] = {name: [] for name in replays}
+    copied: list[list[float]] = [[] for _ in copies]
     for _ in range(rounds):
         for name, replay in replays.items():
             times[name].append(replay.time())
+        for found, replay in zip(copied, copies, strict=True):
+            found.append(replay.time())
+    copy_us = min((statistics.median(found) for found in copied), default=None)
     for _ in range(3):
         for name in replays:
             hosts[name].append(host_time(runs[name], first))
@@ -181,9 +194,36 @@ def measure(case: Case, rounds: int, compiled: bool, copy_gbps: float) -> list[d
             "bytes": moved,
             "gbps": gbps,
             "of_copy": gbps / copy_gbps,
+            "copy_us": copy_us,
+            "of_same_copy": copy_us / device if copy_us else None,
             "tflops": case.flops / device / 1e6 or None,
         }
     return list(lines.values())
+
+
+COPIED, INTENSE = 16e6, 50
+"""Beside calls that move so many bytes, and do fewer operations for each, a copy of the same size is timed."""
+
+
+def copies_of(moved: int, calls: int) -> list[Replay]:
+    """Copies that read half as many bytes and write the other half: the driver's and an elementwise kernel's.
+
+    They rotate over as many pairs of tensors as it takes not to find any in a cache.
+    """
+    count = max(2, min(16, math.ceil(256e6 / moved)))
+    sets = [tuple(torch.zeros(moved // 4, device="cuda", dtype=BF16) for _ in range(2)) for _ in range(count)]
+    runs: list[Run] = [lambda x, y: y.copy_(x), lambda x, y: torch.neg(x, out=y)]
+    return [Replay(run, sets, max(count, min(calls, 32))) for run in runs]
+
+
+def peak_bytes(run: Run, inputs: tuple[torch.Tensor, ...]) -> int:
+    """Memory that a call takes at most, results included, beyond what was taken before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(*inputs)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def copy_bandwidth() -> float:

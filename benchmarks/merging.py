@@ -23,9 +23,14 @@ def settled(old: dict[str, Any]) -> set[Key]:
     return {key(line) for line in old.get("cases", ()) if line["who"] == OURS and line.get("device_us") is not None}
 
 
-def rank(case: Key, known: Collection[Key]) -> tuple[bool, int]:
-    """What cases are sorted by: those without a result first, of these and of the others the `FIRST` kernels."""
-    return case in known, FIRST.index(case[0]) if case[0] in FIRST else len(FIRST)
+def rank(case: Key, known: Collection[Key], again: Collection[str] = ()) -> tuple[int, int]:
+    """What cases are sorted by: kernels to be measured `again`, cases without a result, the others.
+
+    Each in the order of `again` and of the `FIRST` kernels.
+    """
+    if case[0] in again:
+        return 0, list(again).index(case[0])
+    return 1 + (case in known), FIRST.index(case[0]) if case[0] in FIRST else len(FIRST)
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

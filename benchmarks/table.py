@@ -14,12 +14,13 @@ OURS = "kernelgraft"
 
 
 def rows(cases: list[dict[str, Any]], kernel: str) -> list[str]:
-    """One table: device µs of each contestant, and how far ours is from the best other and from a copy."""
+    """One table: device µs of each contestant, and how far ours is from the best other and from copies."""
     own = [c for c in cases if c["kernel"] == kernel]
     names = list(dict.fromkeys(c["who"] for c in own))
     lines = [
-        "| model | call | " + " | ".join(names) + " | against the best other | share of a copy's bandwidth |",
-        "| --- | --- | " + " | ".join("---:" for _ in names) + " | ---: | ---: |",
+        "| model | call | " + " | ".join(names) + " | against the best other | share of a copy's bandwidth"
+        " | share of a copy of the same size |",
+        "| --- | --- | " + " | ".join("---:" for _ in names) + " | ---: | ---: | ---: |",
     ]
     for model, regime in dict.fromkeys((c["model"], c["regime"]) for c in own):
         group = {c["who"]: c for c in own if (c["model"], c["regime"]) == (model, regime)}
@@ -29,7 +30,8 @@ def rows(cases: list[dict[str, Any]], kernel: str) -> list[str]:
         ratio = f"{min(others) / ours:.2f}x" if ours and others else "–"
         large = ours and group[OURS]["bytes"] > 32e6
         share = f"{group[OURS]['of_copy']:.0%}" if large else "–"
-        lines.append(f"| {model} | {regime} | {' | '.join(cells)} | {ratio} | {share} |")
+        same = f"{group[OURS]['of_same_copy']:.0%}" if large and group[OURS].get("of_same_copy") else "–"
+        lines.append(f"| {model} | {regime} | {' | '.join(cells)} | {ratio} | {share} | {same} |")
     return lines
 
 
