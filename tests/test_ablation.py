@@ -231,6 +231,11 @@ def test_end_to_end_unseats_measures_again_and_keeps_the_record(
     assert seated(left, "gated_mlp") == {("prefill", 1, None), ("prefill", 1, 16)}
     assert checked == [FAMILIES]
     assert {c.family for c in left.contributions} == {"all", *FAMILIES}
+    taken = [c for c in left.contributions if not c.seated]
+    assert {(c.family, c.regime, c.batch) for c in taken} == {("gated_mlp", "decode", 1), ("gated_mlp", "decode", 2)}
+    assert all(c.gain_ms > -0.05 for c in left.contributions if c.seated), "no loss that the graft has no longer"
+    whole = [c.gain_ms for c in left.contributions if c.family == "all" and c.regime == "decode"]
+    assert whole == pytest.approx([1.0, 1.0], abs=0.01), "measured without what was taken away"
     clocked.clear()
     clocked |= {"rms_norm": 1.0, "gated_mlp": 1.0}
     assert integration.end_to_end(loaded, graft, USE).patches == graft.patches
@@ -241,6 +246,51 @@ def test_end_to_end_unseats_measures_again_and_keeps_the_record(
         measured = integration.end_to_end(loaded, kept, USE, ablate=True)
         assert measured.contributions
         assert measured.patches == graft.patches
+
+
+def test_a_slow_setting_is_measured_again_when_its_seats_are_gone(
+    loaded: Loaded, graft: Graft, clocked: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernelgraft.pipeline.gate.filter_patches", lambda given, _: given)
+    # Each gains alone, so neither is a loser; together they lose, as two that are in each other's way would.
+    clocked |= {"rms_norm": 1.0, "gated_mlp": 1.0}
+    plain = ablation._times
+
+    def clash(model: nn.Module, ids: torch.Tensor, point: Point) -> ablation.Times:
+        found = plain(model, ids, point)
+        for setting in found:
+            if setting == ("decode", Point(2, None)) and families_on(model, *setting):
+                found[setting] += 5.0
+        return found
+
+    monkeypatch.setattr(ablation, "_times", clash)
+    left = integration.end_to_end(loaded, graft, USE)
+    gone = ("decode", 2, None)
+    assert all(seated(left, family) == EVERY - {gone} for family in FAMILIES)
+    rows = [c for c in left.contributions if (c.regime, c.batch) == ("decode", 2)]
+    assert {c.family for c in rows} == {"all", *FAMILIES}
+    assert not any(c.seated for c in rows)
+    assert next(c for c in rows if c.family == "all").gain_ms == pytest.approx(0.0, abs=0.1)
+    others = [c for c in left.contributions if c not in rows]
+    assert all(c.seated and c.gain_ms > -0.05 for c in others)
+
+
+def test_what_a_graft_does_not_serve_is_told(graft: Graft) -> None:
+    norm = next(p for p in graft.patches if p.family == "rms_norm")
+    seats = tuple(s.model_copy(update={"seated": s.regime == "decode"}) for s in norm.seats)
+    less = graft.model_copy(
+        update={"patches": tuple(p.model_copy(update={"seats": seats}) if p is norm else p for p in graft.patches)}
+    )
+    found = ablation.told(
+        less,
+        [
+            entry(less, "rms_norm", (1.0, 2.0)),
+            entry(less, "rms_norm", (1.0, 2.0), regime="prefill"),
+            entry(less, "rms_norm", (1.0, 2.0), regime="prefill", prompt_tokens=99),
+            entry(less, "all", (1.0, 2.0), regime="prefill"),
+        ],
+    )
+    assert [c.seated for c in found] == [True, False, True, True], "without a seat for a length another one serves it"
 
 
 def test_an_interval_is_students() -> None:

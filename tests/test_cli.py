@@ -167,6 +167,33 @@ def test_a_benchmark_makes_a_graft_where_none_is_given(run: Run, monkeypatch: py
     assert seen[1][2] == pipeline.Use(batches=(1, 3), prefills=(50,))
 
 
+def test_a_benchmark_measures_each_compute_where_it_is_asked_to(
+    run: Run, grafted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernelgraft.pipeline import ablation
+
+    monkeypatch.setattr(ablation, "THOROUGH_ROUNDS", 3)
+    file = tmp_path / "bench.json"
+    options = ["--graft", grafted, "--pairs", 1, "--new-tokens", 2, "--batch", 2, "--prompt-tokens", 12]
+    code, out, _ = run("bench", "config:llama", *options, "--ablate", "--json", file)
+    assert code == 0
+    assert "switched off, the rest on" in out
+    found = json.loads(file.read_text())["contributions"]
+    graft = json.loads((grafted / "graft.json").read_text())
+    accepted = {p["family"] for p in graft["patches"] if p["status"] == "accepted"}
+    assert {c["family"] for c in found} == {"all", *accepted}
+    assert {(c["regime"], c["batch"], c["prompt_tokens"]) for c in found} >= {
+        ("decode", 2, None), ("prefill", 2, None), ("prefill", 1, 12),
+    }  # fmt: skip
+    code, out, _ = run("report", file, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert "switched off, the rest on" in out
+    assert "What each compute gains in this setting" in (tmp_path / "page.html").read_text()
+    code, _, err = run("bench", "config:llama", "--ablate")
+    assert code == 2
+    assert "`--ablate` measures what a graft gains" in one_line(err)
+
+
 def test_inventory_and_doctor_answer_in_json(run: Run, grafted: Path) -> None:
     code, text, _ = run("inventory", grafted, "--json")
     assert code == 0
@@ -235,6 +262,7 @@ def test_help_lists_the_verbs_and_flags_are_frozen() -> None:
         "plan": ["--json", "--suppliers"],
         "integrate": sorted(["--device", "--force", "--json", "--policy", "--trust-remote-code", *judging]),
         "bench": [
+            "--ablate",
             "--batch",
             "--cache",
             "--compare",
@@ -277,6 +305,10 @@ def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
     code, text, err = run("run", "config:llama", "--out", out, "--json", "-", "--suppliers", "torch")
     assert code == 0
     assert "--force redoes it" in err
+    assert "switched off" not in err
+    code, table, err = run("run", "config:llama", "--out", out, "--ablate")
+    assert code == 0
+    assert "switched off" not in table, "nothing was measured: a graft of policy `verified` is as it is"
     again = json.loads(text)
     assert again["bench"] == answer["bench"], "a job that is done keeps its benchmark"
     assert json.loads((out / "result.json").read_text())["bench"] == answer["bench"]

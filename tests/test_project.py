@@ -40,6 +40,7 @@ ORDER = [
     "report",
     "api",
     "terminal",
+    "cli_bench",
     "cli",
     "__main__",
     "__init__",

@@ -93,6 +93,7 @@ def test_the_names_of_the_result_are_frozen() -> None:
             "tokens_equal": "bool",
             "logits_rel_rmse": "float",
             "coverage": {"device": "str", "cpu_time_percent": "float"},
+            "contributions": [],
             "contenders": [
                 {
                     "name": "str",
@@ -303,6 +304,34 @@ def test_what_each_compute_gains_is_shown_with_its_interval() -> None:
     assert "| gated_mlp (mlp) | prefill of 512, batch 1 | 10.0 | 9.50 | -5.3 | -0.600 to -0.400 |" in page
     assert "## Contributions" not in report.markdown(GRAFT, None, None)
     assert report.result(ablated(), None, {})["contributions"][0]["off_ms"] == 12.5
+
+
+def test_what_the_graft_leaves_to_the_original_is_no_loss() -> None:
+    (loss,) = (c for c in ablated().contributions if c.gain_ms < 0)
+    graft = GRAFT.model_copy(update={"contributions": (loss.model_copy(update={"seated": False}),)})
+    for text in (shown(report.graft_table(graft)), report.markdown(graft, None, None)):
+        assert "-5.3" not in text and "-0.600" not in text
+        assert "the original's" in text
+    assert report.result(graft, None, {})["contributions"][0]["seated"] is False
+
+
+def test_the_long_table_can_be_a_line() -> None:
+    text = shown(report.graft_table(ablated(), contributions="they are in there"))
+    assert "they are in there" in text
+    assert "switched off" not in text
+    assert "they are in there" not in shown(report.graft_table(GRAFT, contributions="they are in there"))
+
+
+def test_a_benchmark_tells_what_each_compute_gains_in_its_setting() -> None:
+    bench = BENCH.model_copy(update={"contributions": ablated().contributions})
+    assert "+20.0" in shown(report.bench_table(bench))
+    assert "switched off" not in shown(report.bench_table(BENCH))
+    page = report.markdown(GRAFT, None, bench)
+    assert "## What each compute gains in this setting" in page
+    assert page.index("## Before and after") < page.index("| rms_norm (norm) | decode, batch 1 | 10.0 | 12.0 | +16.7 |")
+    assert "## What each compute gains" not in report.markdown(GRAFT, None, BENCH)
+    said = report.result(GRAFT, bench, {})["bench"]["contributions"]
+    assert [c["family"] for c in said] == ["all", "rms_norm", "gated_mlp"]
 
 
 def test_computes_of_a_family_are_told_apart() -> None:

@@ -115,6 +115,10 @@ def test_gains_and_losses_are_drawn_with_their_intervals() -> None:
     assert "all, decode, batch 1 +20.0 %" in text and "gated_mlp (mlp), prefill of 512, batch 1 -5.3 %" in text
     axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([20.0, 100 / 6, -100 / 19])
+    bench = ALONE.model_copy(update={"contributions": ablated().contributions})
+    assert plots.figures_of(Job(bench=bench))["bench_contributions"][0] == text
+    gone = ablated().contributions[0].model_copy(update={"seated": False})
+    assert "contributions" not in plots.figures_of(Job(GRAFT.model_copy(update={"contributions": (gone,)})))
     noise = ablated().contributions[0].model_copy(update={"interval_ms": (-0.1, 5.1)})
     _, other = plots.figures_of(Job(GRAFT.model_copy(update={"contributions": (noise,)})))["contributions"]
     colours = [to_hex(bar.get_facecolor()) for bar in (*axes.patches, *other.axes[0].patches)]
@@ -242,6 +246,10 @@ def test_a_page_of_what_there_is() -> None:
     assert headings(page(Job(GRAFT))) == ["Computes", "Times", "Verdicts"]
     assert headings(page(Job(ablated()))) == ["Computes", "Contributions", "Times", "Verdicts"]
     assert headings(page(Job(bench=ALONE))) == ["Contenders", "What ran in each process"]
+    told = ALONE.model_copy(update={"contributions": ablated().contributions})
+    title = "What each compute gains in this setting"
+    assert headings(page(Job(bench=told))) == ["Contenders", title, "What ran in each process"]
+    assert "+1.80 to +2.20" in page(Job(bench=told))
     with pytest.raises(ValueError):
         page(Job(plan=PLAN))
 

@@ -233,7 +233,7 @@ def integrate(
 
         graft = pipeline.led(work)(load_model(record.model.name, record.model.dtype, device, trust_remote_code))
     if not _wrote_json(graft.model_dump(mode="json"), json_file):
-        Console().print(graft_table(graft))
+        Console().print(graft_table(graft, contributions=None if ablate else _elsewhere(folder / "graft.json")))
         _say_files(folder)
 
 
@@ -258,18 +258,24 @@ def bench(
         typer.Option(help="Of static-compile,tilegym,liger,kernelgraft; eager always runs."),
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of runs.")] = 5,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Then measure what each compute of the graft gains in this setting.")
+    ] = False,
     trace: Annotated[bool, typer.Option("--trace/--no-trace", help="On a GPU: trace where its time goes.")] = True,
     json_file: Json = None,
     dtype: Dtype = None,
     device: Device = "cpu",
 ) -> None:
     """Generate with the original, a graft and other tools' patches, in fresh processes and turns."""
+    from kernelgraft import cli_bench
     from kernelgraft.report import bench_table
 
     chosen, contenders = names(suppliers), names(compare)
     make = graft is None and (bool(chosen) or use_cutile or "kernelgraft" in (contenders or ()))
     if graft is not None and chosen:
         raise UsageError("`--suppliers` says what a new graft is made from: leave it or `--graft` out")
+    if ablate and graft is None and not make:
+        raise UsageError("`--ablate` measures what a graft gains: give its folder with `--graft`")
     setting: dict[str, Any] = {
         "batch": batch,
         "prompt_tokens": prompt_tokens,
@@ -281,10 +287,13 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="kernelgraft-") as folder:
         used = graft
         if make:
-            used = _made_for_bench(model, Path(folder) / "made", chosen, ["cuda-tile"] if use_cutile else None, setting)
+            languages = ["cuda-tile"] if use_cutile else None
+            used = cli_bench.made_for(model, Path(folder) / "made", chosen, languages, setting)
         elif graft and use_cutile:
-            used = _only_cutile(graft, Path(folder))
-        result = _bench(model, used, pairs=pairs, compare=contenders, trace=trace, **setting)
+            used = cli_bench.only_cutile(_existing(graft), Path(folder))
+        result = cli_bench.measured(model, used, pairs=pairs, compare=contenders, trace=trace, **setting)
+        if ablate and used is not None:
+            result = cli_bench.ablated(model, used, result, setting)
     if not _wrote_json(result.model_dump(mode="json"), json_file):
         Console().print(bench_table(result))
 
@@ -413,7 +422,7 @@ def run(
     trust_remote_code: Trust = False,
 ) -> None:
     """The whole job: research, plan, verify, measure, graft, and benchmark."""
-    from kernelgraft import machine, pipeline, report
+    from kernelgraft import cli_bench, machine, pipeline, report
     from kernelgraft.bench import BenchResult
     from kernelgraft.store import Inventory
 
@@ -440,14 +449,15 @@ def run(
     console = people if json_file == Path("-") else Console()
     if done.already:
         people.print(f"{done.already}; --force redoes it")
-    console.print(report.graft_table(done.graft))
+    elsewhere = None if ablate else _elsewhere(store.root / "report.md")
+    console.print(report.graft_table(done.graft, contributions=elsewhere))
     result = store.load_record("bench", BenchResult) if done.already and store.has_record("bench") else None
     if result is not None:
         console.print(report.bench_table(result))
     elif machine.processes()[1] > 1:
         people.print("a model that is split over processes is not benchmarked")
     elif not done.already and done.graft.accepted:
-        result = _bench(model, store.root, pairs=pairs, new_tokens=new_tokens, dtype=dtype, device=device)
+        result = cli_bench.measured(model, store.root, pairs=pairs, new_tokens=new_tokens, dtype=dtype, device=device)
         store.save_record("bench", result)
         console.print(report.bench_table(result))
     files = report.write(store, done.graft, done.plan, result)
@@ -475,58 +485,6 @@ def main() -> None:
     finally:
         if "torch.distributed" in sys.modules and (group := sys.modules["torch.distributed"]).is_initialized():
             group.destroy_process_group()
-
-
-def _bench(model: str, graft: Path | None, **options: Any) -> Any:
-    from kernelgraft.bench import bench as run_bench
-
-    with progress_shown() as progress:
-        return run_bench(model, graft, progress=progress, **options)
-
-
-def _made_for_bench(
-    model: str, folder: Path, suppliers: list[str] | None, languages: list[str] | None, setting: dict[str, Any]
-) -> Path:
-    """A graft that is made for one benchmark and its setting."""
-    import gc
-
-    from kernelgraft import machine, pipeline
-    from kernelgraft.store import Inventory
-
-    chosen = pipeline.chosen(suppliers, machine.read())
-    prefills = None if setting["prompt_tokens"] is None else (setting["prompt_tokens"],)
-    with progress_shown() as progress:
-        loaded = load_model(model, setting["dtype"], setting["device"], False)
-        people.print("no --graft is given: making one for this benchmark (keep one with `kernelgraft run`)")
-        pipeline.run_integration(
-            loaded,
-            Inventory(folder),
-            suppliers=chosen,
-            languages=languages,
-            use=pipeline.Use(batches=(1, setting["batch"]), prefills=prefills),
-            progress=progress,
-        )
-    del loaded
-    gc.collect()
-    if setting["device"].startswith("cuda"):
-        import torch
-
-        torch.cuda.empty_cache()  # the contenders need the room
-    return folder
-
-
-def _only_cutile(folder: Path, scratch: Path) -> Path:
-    """A graft whose other seats are empty; the graft itself, which is said, if it seats no cuTile Solution."""
-    from kernelgraft.pipeline import restricted
-    from kernelgraft.records import Graft
-    from kernelgraft.store import Inventory
-
-    graft = restricted(_existing(folder).load_record("graft", Graft), language="cuda-tile")
-    if not graft.accepted:
-        people.print("the graft seats no cuTile Solution: its own Solutions are used")
-        return folder
-    Inventory(scratch).save_record("graft", graft)
-    return scratch
 
 
 def _folder(out: Path | None, model: str) -> Path:
@@ -576,6 +534,10 @@ def _wrote_json(answer: Any, file: Path | None) -> bool:
 
     write_atomic(file, text + "\n")
     return False
+
+
+def _elsewhere(file: Path) -> str:
+    return f"what each compute gains in the whole model: {file} (--ablate measures it in more rounds and shows it)"
 
 
 def _say_files(root: Path) -> None:

@@ -530,6 +530,8 @@ class Contribution(Record):
     off_ms: float
     interval_ms: tuple[float, float]
     """95 % interval of off minus on; above zero it is a gain."""
+    seated: bool = True
+    """False: the graft leaves these sizes of the compute to the original, since this was measured or before."""
 
     @property
     def gain_ms(self) -> float:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kernelgraft.records import SCHEMA_VERSION, MachineCard, ModelCard, Record
+from kernelgraft.records import SCHEMA_VERSION, Contribution, MachineCard, ModelCard, Record
 
 Cache = Literal["dynamic", "static"]
 
@@ -271,6 +271,9 @@ class BenchResult(Record):
     contenders: tuple[Contender, ...] = Field(min_length=1)
     coverage: Coverage | None = None
     """Of the graft, by CPU time; None on a GPU, where the contenders' traces say it, and without a graft."""
+    contributions: tuple[Contribution, ...] = ()
+    """What each compute of the graft gains, switched off with the rest on, measured after the contenders' runs; empty
+    if it was not asked for (`bench --ablate`)."""
 
     def contender(self, name: str) -> Contender | None:
         """The contender of that name, if it took part."""

@@ -91,7 +91,19 @@ def ablate(
         if not runs:
             break
         found += [_contribution(version.without, runs, on, setting) for setting in on[0]]
-    return tuple(found)
+    return told(graft, found)
+
+
+def told(graft: Graft, contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
+    """The same, each with whether the graft still has a seat for what it speaks of: without one, what was measured is
+    no loss (or gain) that the graft has."""
+
+    def seated(found: Contribution) -> bool:
+        own = graft.patches if found.family == ALL else [p for p in graft.patches if _is_of(found, p)]
+        seats = [s for p in own for s in p.seats if _speaks_of(found, s)]
+        return any(s.seated for s in seats) or not seats
+
+    return tuple(c.model_copy(update={"seated": seated(c)}) for c in contributions)
 
 
 def without_losers(graft: Graft, contributions: Sequence[Contribution]) -> Graft:
@@ -103,8 +115,7 @@ def without_losers(graft: Graft, contributions: Sequence[Contribution]) -> Graft
     """
 
     def against(patch: Patch) -> list[Contribution]:
-        keys = tuple(site.key for site in patch.sites)
-        own = [c for c in contributions if (c.family, c.sites) == (patch.family, keys)]
+        own = [c for c in contributions if _is_of(c, patch)]
         return [c for c in own if _lost(c, _claim_ms(patch, c))]
 
     return _updated(graft, {id(p): against(p) for p in graft.accepted})
@@ -114,6 +125,10 @@ def without_slow_settings(graft: Graft, contributions: Sequence[Contribution]) -
     """The graft without all seats of the settings in which the model is slower with it than without."""
     slow = [c for c in contributions if c.family == ALL and c.interval_ms[1] < 0 and _decides(c)]
     return _updated(graft, {id(p): slow for p in graft.accepted})
+
+
+def _is_of(found: Contribution, patch: Patch) -> bool:
+    return (found.family, found.sites) == (patch.family, tuple(site.key for site in patch.sites))
 
 
 def _updated(graft: Graft, against: dict[int, list[Contribution]]) -> Graft:

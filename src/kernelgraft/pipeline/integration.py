@@ -184,14 +184,14 @@ def end_to_end(
     found = measured(graft, True)
     if not decides:
         return graft.model_copy(update={"contributions": found})
-    less = ablation.without_losers(graft, found)
-    if less is not graft:
-        less = gate.filter_patches(less, loaded)
-        alone = tuple(c for c in found if c.family != ablation.ALL)
-        found = (*measured(less, False), *alone)
-    kept = ablation.without_slow_settings(less, found)
-    if kept is not less:
-        kept = gate.filter_patches(kept, loaded)
+    # Whenever seats are taken away, the whole is measured again: its row is of the graft as it is then.
+    kept = graft
+    for without in (ablation.without_losers, ablation.without_slow_settings):
+        if (less := without(kept, found)) is not kept:
+            kept = gate.filter_patches(less, loaded)
+            alone = tuple(c for c in found if c.family != ablation.ALL)
+            found = (*measured(kept, False), *alone)
+    found = ablation.told(kept, found)
     progress("ablate", 1, 1, f"{len(kept.accepted)} of {len(graft.accepted)} computes stay")
     return kept.model_copy(update={"contributions": found})
 

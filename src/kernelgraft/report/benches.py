@@ -10,6 +10,7 @@ from rich.text import Text
 from kernelgraft.bench import stats
 from kernelgraft.bench.names import COMPILED, GRAFTED
 from kernelgraft.bench.result import BenchResult, Contender, Divergence, Outputs, Side
+from kernelgraft.report.grafts import contribution_table
 from kernelgraft.report.traces import gpu_tables
 from kernelgraft.report.wording import UNKNOWN, figures, make_table, model_title, number
 
@@ -29,7 +30,8 @@ BENCH_HEADINGS = [
 def bench_table(bench: BenchResult) -> RenderableType:
     """One row a contender, and what it means in lines."""
     table = make_table(model_title(bench.model), BENCH_HEADINGS, bench_rows(bench), numbers=range(1, 8))
-    return Group(table, *(Text(line) for line in bench_lines(bench)), *gpu_tables(bench.contenders))
+    ablated = [contribution_table(bench.contributions)] if bench.contributions else []
+    return Group(table, *(Text(line) for line in bench_lines(bench)), *ablated, *gpu_tables(bench.contenders))
 
 
 def bench_rows(bench: BenchResult) -> Iterable[list[str]]:

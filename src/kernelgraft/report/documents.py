@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kernelgraft.bench.result import BenchResult
-from kernelgraft.records import Graft, MachineCard, Plan
+from kernelgraft.records import Contribution, Graft, MachineCard, Plan
 from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
 from kernelgraft.report.grafts import (
     CONTRIBUTION_HEADINGS,
@@ -22,6 +22,7 @@ from kernelgraft.report.traces import GPU_HEADINGS, SHARE_HEADINGS, gpu_rows, sh
 from kernelgraft.report.wording import UNKNOWN, markdown_table, model_title, number, one_line
 
 CONTRIBUTIONS = "Each compute switched off with the rest on, in turns; above zero it is a gain."
+ABLATED = "What each compute gains in this setting"
 CANDIDATE_HEADINGS = ["family", "supplier", "solution", "match", "reason"]
 VERDICT_HEADINGS = ["solution", "status", "error ratio", "cases", "reason"]
 
@@ -38,7 +39,7 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
         *(f"Rejected: {p.family}: {p.reason}." for p in graft.patches if p.status == "rejected"),
     ]
     if graft.contributions:
-        parts += ["## Contributions", CONTRIBUTIONS, markdown_table(CONTRIBUTION_HEADINGS, contribution_rows(graft))]
+        parts += ["## Contributions", CONTRIBUTIONS, _contributions(graft.contributions)]
     if any(patch.seats for patch in graft.patches):
         parts += ["## Times", markdown_table(SEAT_HEADINGS, seat_rows(graft))]
     if plan is not None and plan.rows:
@@ -55,8 +56,14 @@ def markdown(graft: Graft, plan: Plan | None, bench: BenchResult | None) -> str:
             markdown_table(one_line(BENCH_HEADINGS), bench_rows(bench)),
             "\n".join(f"- {line}" for line in bench_lines(bench)),
         ]
+        if bench.contributions:
+            parts += [f"## {ABLATED}", CONTRIBUTIONS, _contributions(bench.contributions)]
         parts += [*_gpu_parts(bench), *_ran_parts(bench)]
     return "\n\n".join(parts) + "\n"
+
+
+def _contributions(contributions: Iterable[Contribution]) -> str:
+    return markdown_table(CONTRIBUTION_HEADINGS, contribution_rows(contributions))
 
 
 def _gpu_parts(bench: BenchResult) -> list[str]:

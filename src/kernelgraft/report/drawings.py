@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kernelgraft.bench.names import COMPILED, GRAFTED, ORIGINAL
 from kernelgraft.bench.result import BenchResult, Contender, Trace
-from kernelgraft.records import Graft
+from kernelgraft.records import Contribution, Graft
 from kernelgraft.report.cells import Cell, contenders_of, in_order, over, setting_text, settings_of
 from kernelgraft.report.grafts import compute_name, contribution_name, leading_seats, point_text
 from kernelgraft.report.traces import NO_PATH, roofline_of, step_ms, trace_of
@@ -119,12 +119,12 @@ def computes(graft: Graft) -> tuple[str, Figure] | None:
     return f"{label}, original to graft: {said}.", figure
 
 
-def contributions(graft: Graft) -> tuple[str, Figure] | None:
+def contributions(model: str, measured: Sequence[Contribution]) -> tuple[str, Figure] | None:
     """Bars: what the whole model gains by each compute, in per cent, with the interval; None if not measured.
 
-    Grey where the interval holds zero.
+    Grey where the interval holds zero; what the graft leaves to the original has no bar.
     """
-    found = graft.contributions
+    found = [c for c in measured if c.seated]
     if not found:
         return None
     figure, axes = _sheet(0.44 * len(found) + 1.2)
@@ -148,7 +148,7 @@ def contributions(graft: Graft) -> tuple[str, Figure] | None:
     axes.set_xlim(least - 0.03 * (most - least), most + 0.12 * (most - least) or 1.0)
     axes.axvline(0.0, color=INK, linewidth=1)
     axes.set_xlabel("% of the time without it; grey: within the noise")
-    axes.set_title(graft.model.name, fontsize=10, loc="left")
+    axes.set_title(model, fontsize=10, loc="left")
     said = ", ".join(f"{', '.join(name)} {gain:+.1f} %" for name, gain in zip(names, gains, strict=True))
     return f"What the whole model gains by each compute: {said}.", figure
 

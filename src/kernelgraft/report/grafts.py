@@ -40,12 +40,16 @@ def leading_solution(patch: Patch) -> str | None:
 GRAFT_HEADINGS = ["family", "where", "right", "prefill µs", "decode µs", "seated"]
 
 
-def graft_table(graft: Graft) -> RenderableType:
-    """Each compute with its places, candidates and times, and why one was rejected."""
+def graft_table(graft: Graft, *, contributions: str | None = None) -> RenderableType:
+    """Each compute with its places, candidates and times, and why one was rejected; then what each gains in the whole
+    model, or, if `contributions` says where that is to be found, a line with it."""
     rows = graft_rows(graft, site_name)
     table = make_table(model_title(graft.model), GRAFT_HEADINGS, rows, numbers={2, 3, 4}, folded={1})
     reasons = [Text(f"rejected: {p.family}: {p.reason}") for p in graft.patches if p.status == "rejected"]
-    more = [contribution_table(graft)] if graft.contributions else []
+    more: list[RenderableType] = []
+    if graft.contributions:
+        shown = contribution_table(graft.contributions) if contributions is None else Text(contributions)
+        more.append(shown)
     return Group(table, *reasons, Text(graft_line(graft)), *more)
 
 
@@ -123,20 +127,25 @@ def mode_text(graft: Graft) -> str:
     return f"Times are medians of one call, the {how}" if graft.machine.gpu else "Times are medians of one call"
 
 
+ORIGINALS = "the original's"
+"""In place of an interval: the graft does not serve these sizes."""
 CONTRIBUTION_HEADINGS = ["compute", "run", "on ms", "off ms", "gain %", "95 % interval ms"]
 
 
-def contribution_rows(graft: Graft) -> Iterable[list[str]]:
-    """Cells: what each compute does for the whole model, and what the whole graft does."""
-    for c in graft.contributions:
+def contribution_rows(contributions: Iterable[Contribution]) -> Iterable[list[str]]:
+    """Cells: what each compute does for the whole model, and what the whole graft does.
+
+    Where the graft has left a compute to the original, there is no gain and no loss to be told.
+    """
+    for c in contributions:
         low, high = c.interval_ms
         yield [
             contribution_name(c),
             point_text(c.regime, c.batch, c.prompt_tokens),
-            figures(c.on_ms),
+            figures(c.on_ms) if c.seated else UNKNOWN,
             figures(c.off_ms),
-            f"{c.gain_percent:+.1f}",
-            f"{signed(low)} to {signed(high)}",
+            f"{c.gain_percent:+.1f}" if c.seated else UNKNOWN,
+            f"{signed(low)} to {signed(high)}" if c.seated else ORIGINALS,
         ]
 
 
@@ -152,9 +161,9 @@ def compute_name(family: str, sites: Iterable[str]) -> str:
     return family + (f" ({ends[0]}{more})" if ends else "")
 
 
-def contribution_table(graft: Graft) -> RenderableType:
+def contribution_table(contributions: Iterable[Contribution]) -> RenderableType:
     """The same as a table for a terminal."""
     # Short, so that 80 columns are enough.
-    rows = ([row[0], row[1].replace(", batch ", " ×"), *row[2:]] for row in contribution_rows(graft))
+    rows = ([row[0], row[1].replace(", batch ", " ×"), *row[2:]] for row in contribution_rows(contributions))
     title = "What each compute does for the whole model: switched off, the rest on"
     return make_table(title, CONTRIBUTION_HEADINGS, rows, numbers=range(2, 6), folded={0})

@@ -10,7 +10,7 @@ import jinja2
 
 from kernelgraft.bench.names import GRAFTED
 from kernelgraft.bench.result import BenchResult, Contender
-from kernelgraft.records import Graft, Plan
+from kernelgraft.records import Contribution, Graft, Plan
 from kernelgraft.report import plots
 from kernelgraft.report.benches import BENCH_HEADINGS, bench_lines, bench_rows
 from kernelgraft.report.cells import (
@@ -23,6 +23,7 @@ from kernelgraft.report.cells import (
     missing_lines,
 )
 from kernelgraft.report.documents import (
+    ABLATED,
     CANDIDATE_HEADINGS,
     CONTRIBUTIONS,
     VERDICT_HEADINGS,
@@ -194,8 +195,15 @@ def _bench_sections(bench: BenchResult, drawn: Drawn) -> list[Section]:
     contenders = _section("Contenders", drawn, ["throughput"])
     contenders.tables.append(Table("Contenders", one_line(BENCH_HEADINGS), list(bench_rows(bench)), range(1, 8)))
     contenders.lines = [re.sub(": +", ": ", line, count=1) for line in bench_lines(bench)]  # no columns here
-    made = [contenders, _gpu_section(bench.contenders, drawn), _section("Roofline", drawn, ["roofline"])]
+    ablated = _section(ABLATED, drawn, ["bench_contributions"])
+    if bench.contributions:
+        ablated.tables.append(_contributions(bench.contributions))
+    made = [contenders, ablated, _gpu_section(bench.contenders, drawn), _section("Roofline", drawn, ["roofline"])]
     return [*made, _ran_section(bench.contenders)]
+
+
+def _contributions(found: Sequence[Contribution]) -> Table:
+    return Table(CONTRIBUTIONS.rstrip("."), CONTRIBUTION_HEADINGS, list(contribution_rows(found)), range(2, 6))
 
 
 def _gpu_section(contenders: Sequence[Contender], drawn: Drawn, model: str = "") -> Section:
@@ -236,8 +244,7 @@ def _graft_sections(graft: Graft, plan: Plan | None, drawn: Drawn) -> list[Secti
     ]
     contributions = _section("Contributions", drawn, ["contributions"])
     if graft.contributions:
-        rows = list(contribution_rows(graft))
-        contributions.tables.append(Table(CONTRIBUTIONS.rstrip("."), CONTRIBUTION_HEADINGS, rows, range(2, 6)))
+        contributions.tables.append(_contributions(graft.contributions))
     times = Section("Times", folded=True)
     if any(patch.seats for patch in graft.patches):
         times.tables.append(Table("Times in the model", SEAT_HEADINGS, list(seat_rows(graft)), {2}))

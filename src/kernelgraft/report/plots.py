@@ -66,9 +66,10 @@ def figures_of(job: Job) -> dict[str, tuple[str, Figure]]:
                 title = drawings.title_of(job.bench)
                 drawn[f"modules_{regime}"] = drawings.modules(job.bench.contenders, regime, title)
             drawn["roofline"] = drawings.roofline(job.bench)
+            drawn["bench_contributions"] = drawings.contributions(job.bench.model.name, job.bench.contributions)
         if job.graft is not None:
             drawn["computes"] = drawings.computes(job.graft)
-            drawn["contributions"] = drawings.contributions(job.graft)
+            drawn["contributions"] = drawings.contributions(job.graft.model.name, job.graft.contributions)
     return {file_name(name): made for name, made in drawn.items() if made is not None}
 
 

@@ -56,6 +56,7 @@ def _contribution_result(c: Contribution) -> dict[str, Any]:
         "on_ms": c.on_ms,
         "off_ms": c.off_ms,
         "interval_ms": list(c.interval_ms),
+        "seated": c.seated,
     }
 
 
@@ -69,6 +70,7 @@ def _bench_result(bench: BenchResult) -> dict[str, Any]:
         "coverage": None
         if coverage is None
         else {"device": coverage.device, "cpu_time_percent": coverage.cpu_time_percent},
+        "contributions": [_contribution_result(c) for c in bench.contributions],
         "contenders": [_contender_result(contender) for contender in bench.contenders],
     }
 
