@@ -204,8 +204,13 @@ def test_a_graph_holds_the_calls() -> None:
     def reads() -> None:
         (torch.ones(1 << 24, device="cuda") + x).sum().item()
 
+    def raises() -> None:
+        x.add(1)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("not in a graph")
+
     def captured() -> None:
-        found, calls = graphs.captured_graphs({"add": lambda: x.add_(1), "reads": reads})
+        found, calls = graphs.captured_graphs({"add": lambda: x.add_(1), "reads": reads, "raises": raises})
         assert (set(found), calls) == ({"add"}, count)
         before = float(x)
         found["add"]()
@@ -255,7 +260,7 @@ def test_a_failed_capture_is_ended_once(recording: bool, calls: list[str], monke
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: seen.append("release"), raising=False)
     monkeypatch.setattr(torch.cuda, "default_generators", (Generator(),))
-    graphs._end_capture(0, (0, 7))
+    assert graphs._end_capture(0, (0, 7)) == recording
     assert seen == calls
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: (_ for _ in ()).throw(RuntimeError("other")))
     with pytest.raises(RuntimeError, match="other"):

@@ -9,9 +9,10 @@ import torch
 
 CALLS = 16
 """In one graph: launching the graph itself is then a small part."""
-WARMUP = 3
+WARMUP = 33
+"""Calls before a capture: as many as a site's instances that take turns, so that nothing is compiled in a capture."""
 _abandoned: list[Any] = []
-"""Graphs whose capture failed: torch's allocator of pinned memory may still ask them whether they capture."""
+"""Graphs whose capture torch has not ended: its allocator of pinned memory may still ask them whether they capture."""
 
 
 def captured_graphs(functions: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], int]:
@@ -24,7 +25,7 @@ def captured_graphs(functions: Mapping[str, Callable[[], Any]]) -> tuple[dict[st
 
 
 def _captured(function: Callable[[], Any]) -> Any:
-    """A graph of `CALLS` calls, None if a call needs the host (it reads a result, say)."""
+    """A graph of `CALLS` calls, None if a call needs the host (it reads a result, say) or there is no room for it."""
     torch.cuda.synchronize()
     stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(current)
@@ -38,26 +39,29 @@ def _captured(function: Callable[[], Any]) -> Any:
         with torch.cuda.graph(graph, pool=pool):
             for _ in range(CALLS):
                 function()
-    except RuntimeError:  # also torch's own errors of capturing: the call is not one for a graph
-        _abandoned.append(graph)
+    except Exception:  # whatever a call raises in a capture and torch makes of it: it is not one for a graph
         torch.cuda.set_stream(current)
-        _end_capture(torch.cuda.current_device(), pool)
+        if _end_capture(torch.cuda.current_device(), pool):
+            _abandoned.append(graph)
         torch.cuda.synchronize()
         return None
     return graph
 
 
-def _end_capture(device: int, pool: Any) -> None:
-    """Tell torch that a capture is over which failed: up to 2.11 at least it goes on believing in it.
+def _end_capture(device: int, pool: Any) -> bool:
+    """Tell torch that a capture is over which failed: up to 2.11 at least it goes on believing in it. True if it did.
 
     Its allocator would then refuse to give memory back or abort, and random numbers of the device would raise.
     """
+    believed = True
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError as error:
         if "not currently recording" not in str(error):
             raise
+        believed = False
     else:  # what torch has not ended it has not released either
         torch._C._cuda_releasePool(device, pool)
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())  # the same numbers, without the mark of a capture
+    return believed

@@ -119,7 +119,8 @@ class Table:
                 solution = next(s for s in self.verified if s.name == seat.solution)
                 with torch.no_grad():
                     row = measuring.measure(model, self.compute, sample, [solution], mode=self.mode)
-                choice = decide(row.timings, original=ORIGINAL, repeat=REPEAT) if row.timings else None
+                timed = solution.name in row.timings  # not where it is wrong, or does not go into a graph now
+                choice = decide(row.timings, original=ORIGINAL, repeat=REPEAT) if timed else None
                 if choice is not None:
                     self.over_parts_us[number] = choice.original_us - row.timings[solution.name].median_us
                 if choice is None or choice.winner != solution.name:
