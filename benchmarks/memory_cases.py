@@ -11,6 +11,7 @@ from measuring import BF16, EPS, MODELS, Case, Model, Run, drawn
 from torch.nn import functional
 
 from kernelgraft.kernels import act_and_mul as act_module
+from kernelgraft.kernels import rope_triton, rows_triton
 from kernelgraft.kernels.act_and_mul import act_and_mul, packed_act_and_mul
 from kernelgraft.kernels.add_rms_norm import add_rms_norm
 from kernelgraft.kernels.layer_norm import layer_norm
@@ -52,6 +53,7 @@ def norm_cases(name: str, model: Model, regime: str, batch: int, length: int, pe
         width = shape[-1]
         contestants: dict[str, Run] = {
             "kernelgraft": lambda x, w: rms_norm(x, w, EPS, offset=offset, cast=cast),
+            "kernelgraft triton": lambda x, w: rows_triton.rms_norm(x, w, EPS, offset=offset, cast=cast),
             "torch": lambda x, w: rms_eager(x, w, offset),
         }
         if not offset:
@@ -75,6 +77,7 @@ def norm_cases(name: str, model: Model, regime: str, batch: int, length: int, pe
     shape = shapes["rms_norm"]
     contestants = {
         "kernelgraft": lambda r, x, w: add_rms_norm(r, x, w, EPS, offset=offset, cast=cast),
+        "kernelgraft triton": lambda r, x, w: rows_triton.add_rms_norm(r, x, w, EPS, offset=offset, cast=cast),
         "torch": lambda r, x, w: ((total := r + x), rms_eager(total, w, offset)),
     }
     if not offset:
@@ -108,6 +111,7 @@ def layer_case(name: str, model: Model, regime: str, batch: int, length: int, pe
     shape = (batch, length, model.hidden)
     contestants: dict[str, Run] = {
         "kernelgraft": lambda x, w, b: layer_norm(x, w, b, EPS),
+        "kernelgraft triton": lambda x, w, b: rows_triton.layer_norm(x, w, b, EPS),
         "torch fused": lambda x, w, b: functional.layer_norm(x, (x.shape[-1],), w, b, EPS),
     }
     if tilegym := peers.get("tilegym"):
@@ -172,6 +176,7 @@ def rope_case(name: str, model: Model, regime: str, batch: int, length: int, pee
 
     contestants: dict[str, Run] = {
         "kernelgraft": rope,
+        "kernelgraft triton": rope_triton.rope,
         "kernelgraft float32": lambda q, k, cos, sin: rope(q, k, cos, sin, compute="float32"),
         "torch": rope_eager,
     }

@@ -94,33 +94,31 @@ def norm_kernel(
     SEVERAL: tl.constexpr = ROWS > 1
     AXIS: tl.constexpr = 1 if ROWS > 1 else 0
     INVERSE: tl.constexpr = 1.0 / WIDTH
-    column = tl.arange(0, TILE)
+    at = tl.arange(0, TILE)
+    row = tl.program_id(0)
+    if SEVERAL:
+        # Each row reads the weight where its channels will lie in registers; one that were spread would come by way of
+        # shared memory.
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        at = at[None, :] + row * 0
     inside = None
     if WIDTH < TILE:
-        inside = column < WIDTH
+        inside = at < WIDTH
     live = inside
-    if SEVERAL:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-        at = column[None, :]
-        if inside is not None:
-            live = inside[None, :]
-        if count is not None:
-            if inside is None:
-                live = row < count
-            else:
-                live = (row < count) & live
-    else:
-        row = tl.program_id(0)
-        at = column
+    if count is not None:
+        if inside is None:
+            live = row < count
+        else:
+            live = inside & (row < count)
     begin(EARLY)
     value = take(x, start(row, inner, x_outer, x_step, WIDTH) + at, live)
     if residual is not None:
         other = take(residual, start(row, inner, residual_outer, residual_step, WIDTH) + at, live)
     # Asked for before the sums, so that they arrive with the rows.
     if weight is not None:
-        scale = take(weight, column, inside)
+        scale = take(weight, at, inside)
     if bias is not None:
-        shift = take(bias, column, inside)
+        shift = take(bias, at, inside)
     if PACK > 0:
         if weight is not None:
             value = together(value, scale, PACK)
@@ -135,7 +133,7 @@ def norm_kernel(
     if CENTRED:
         value -= tl.sum(value, AXIS, keep_dims=SEVERAL) * INVERSE
         if inside is not None:
-            value = tl.where(inside[None, :] if SEVERAL else inside, value, 0.0)
+            value = tl.where(inside, value, 0.0)
     variance = tl.sum(value * value, AXIS, keep_dims=SEVERAL) * INVERSE + EPS
     if DIVIDE:
         factor = tl.sqrt(variance)
@@ -157,12 +155,11 @@ def norm_kernel(
             by += 1.0
             if ROUND_OFFSET:
                 by = rounded(by, weight.dtype.element_ty)
-        value = value * (by[None, :] if SEVERAL else by)
+        value *= by
         if ROUND_SCALED:
             value = rounded(value, y.dtype.element_ty)
     if bias is not None:
-        more = shift.to(tl.float32)
-        value = value + (more[None, :] if SEVERAL else more)
+        value += shift.to(tl.float32)
     put(y, to, value, live)
 
 
