@@ -12,7 +12,7 @@ from rich.console import Console
 from kernelgraft import report
 from kernelgraft.errors import UsageError
 from kernelgraft.report import Job, plots
-from kernelgraft.report.cells import Cells, cell_lines, cell_rows, environment_text, read_cells
+from kernelgraft.report.cells import Cells, cell_lines, cell_rows, environment_text, missing_lines, read_cells
 
 
 def written(folder: Path) -> Path:
@@ -49,6 +49,23 @@ def test_what_is_behind_is_named() -> None:
         "behind eager: large, decode, batch 32: 0.800x",
         "kernelgraft is at least as fast as the best peer in 5 of 6 settings",
         "behind the best peer: large, decode, batch 32: 0.889x",
+    ]
+
+
+def test_what_was_measured_later_or_elsewhere_is_said() -> None:
+    file = cells()
+    before = missing_lines(Cells.model_validate(file))
+    file["environment"] = {"gpu": "one", "time": "today"}
+    compiled = next(cell for cell in file["cells"] if cell["contender"] == "static-compile")
+    compiled["measured_later_beside"] = {"eager": {"ttft_ms": 1.0}, "kernelgraft": {"ttft_ms": 0.5}}
+    file["models"] |= {
+        "small": {"environment": {"gpu": "one", "time": "yesterday"}},
+        "large": {"environment": {"gpu": "two", "time": "today"}},
+    }
+    assert missing_lines(Cells.model_validate(file)) == [
+        *before,
+        "measured after the others, in turns with eager and kernelgraft: static-compile, small, decode, batch 1",
+        "measured elsewhere: large: gpu two, time today",
     ]
 
 

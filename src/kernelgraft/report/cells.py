@@ -34,6 +34,8 @@ class Cell(BaseModel):
     roofline_percent: float | None = None
     tokens_equal: bool | None = None
     failure: str | None = None
+    measured_later_beside: dict[str, Any] = {}
+    """Where a contender was not ready in time: with what it was measured in turns afterwards, and their figures."""
 
     @property
     def setting(self) -> tuple[str, str, int, int]:
@@ -61,6 +63,8 @@ class Detail(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    environment: dict[str, Any] = {}
+    """Where it was measured, if the file is of several runs."""
     traces: tuple[Traced, ...] = ()
     evidence: dict[str, tuple[str, ...]] = {}
     proof: dict[str, Proof] = {}
@@ -171,10 +175,26 @@ def cell_rows(cells: Sequence[Cell]) -> Iterable[list[str]]:
 
 
 def missing_lines(cells: Cells) -> list[str]:
-    """Who failed where and why, once each, and what there was no time for."""
+    """Who failed where and why, once each, what there was no time for, and what was measured later or elsewhere."""
     failed = {(cell.contender, cell.model, cell.failure): None for cell in cells.cells if cell.failure}
     lines = [f"failed: {contender}, {model}: {reason}" for contender, model, reason in failed]
-    return lines + [f"missing: {text}" for text in cells.missing]
+    lines += [f"missing: {text}" for text in cells.missing]
+    lines += [
+        f"measured after the others, in turns with {' and '.join(cell.measured_later_beside)}: {cell.contender}, "
+        f"{cell.model}, {setting_text(cell.setting)}"
+        for cell in cells.cells
+        if cell.measured_later_beside
+    ]
+    here = _machine(cells.environment)
+    return lines + [
+        f"measured elsewhere: {model}: {environment_text(detail.environment)}"
+        for model, detail in cells.models.items()
+        if detail.environment and _machine(detail.environment) != here
+    ]
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in environment.items() if key != "time"}
 
 
 def cells_table(cells: Cells) -> RenderableType:
