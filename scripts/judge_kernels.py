@@ -411,7 +411,7 @@ def judge_all(
     context = multiprocessing.get_context("fork")
     at: dict[Connection, int | None] = {}
     processes = {}
-    for _ in range(min(jobs, len(chosen))):
+    for _ in range(min(jobs, len(chosen)) if budget_s > 0 else 0):
         here, there = context.Pipe()
         process = context.Process(target=work, args=(there, [*at, here], chosen, device, options))
         process.daemon = True

@@ -80,6 +80,13 @@ def test_a_right_kernel_goes_on(judge: Judge) -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+def test_it_can_be_left_out() -> None:
+    with Judge(replace(FEW, interpret_first=False), family=lambda name: FAMILY) as without:
+        found = without.verify(for_gpu(WRONG), DOUBLE, captured(DOUBLE))
+    assert "guard refuses the captured calls: x is on cpu" in str(found.reason)
+
+
+@pytest.mark.usefixtures("pretended")
 def test_an_operation_that_the_interpreter_lacks_is_no_verdict(judge: Judge) -> None:
     made = for_gpu(RIGHT)
     (file,) = made.sources
