@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from kernelgraft import machine
 from kernelgraft.errors import UsageError
 from kernelgraft.evaluate import Captured, Judge, JudgeOptions
 from kernelgraft.evaluate.cases import DISTRIBUTIONS, LAYOUTS, Cases, make, spread
+from kernelgraft.evaluate.free_memory import RESERVE, SMALL, FreeMemory, requests
 from kernelgraft.evaluate.judge import contract
 from kernelgraft.evaluate.static import inspect_sources
 from kernelgraft.evaluate.tolerance import compare
@@ -732,3 +735,105 @@ def test_the_package_is_light_until_a_name_is_used() -> None:
         [sys.executable, "-c", code], env=machine.child_environment(), capture_output=True, text=True, check=True
     )
     assert ran.stdout.split() == ["Captured", "Choice", "Judge", "JudgeOptions", "Timing", "decide", "interleave"]
+
+
+# Free memory of a GPU
+
+
+class Pool:
+    """One pool of torch's allocator: best fit; what a request leaves of a block stays free."""
+
+    def __init__(self, free: list[int], *, small: bool) -> None:
+        self.free, self.small = sorted(free), small
+
+    def take(self, size: int) -> None:
+        rounded = -(-size // 512) * 512
+        block = next((x for x in self.free if x >= rounded), None)
+        assert block is not None, f"{size} bytes come from the driver"
+        self.free.remove(block)
+        rest = block - rounded
+        if rest >= (512 if self.small else SMALL + 1):
+            self.free = sorted([*self.free, rest])
+
+
+def segment(kind: str, sizes: list[int], **fields: Any) -> dict[str, Any]:
+    blocks = [{"size": size, "state": "inactive"} for size in sizes]
+    return {"stream": 0, "segment_type": kind, "segment_pool_id": (0, 0), "blocks": blocks, **fields}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_requests_take_every_free_block(seed: int) -> None:
+    draw = random.Random(seed).randint
+    small = [512 * draw(1, 4096) for _ in range(draw(0, 30))] + [2 * SMALL] * draw(0, 3)
+    large = [SMALL + 512 * draw(1, 100000) for _ in range(draw(0, 20))]
+    pools = {True: Pool(small, small=True), False: Pool(large, small=False)}
+    cut = draw(0, len(small))
+    made = [segment("small", small[:cut]), segment("small", small[cut:]), segment("large", large)]
+    made[0]["blocks"].append({"size": 512, "state": "active_allocated"})
+    others = [segment("small", [1024], stream=7), segment("large", [2 * SMALL], segment_pool_id=(0, 3))]
+    for size in requests([*made, *others], 0):
+        pools[size <= SMALL].take(size)
+    assert pools[True].free == pools[False].free == []
+
+
+def test_the_reserve_and_all_free_blocks_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU: what is asked for. What the allocator does with it is tested on a GPU."""
+    segments = [segment("small", [1024], device=0), segment("large", [3 << 20], device=1)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    made: list[torch.Tensor] = []
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *a, **k: made.append(full(*a, **k)) or made[-1])
+    free = FreeMemory(torch.device("cpu"))
+    free.returned = [777]
+    free.fill(0x7B)
+    assert [x.numel() for x in made] == [*RESERVE, 777, 1024]
+    assert all(bool((x[::511] == 0x7B).all()) for x in made)
+
+
+def _from_the_allocator() -> Any:
+    return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_free_blocks_of_every_size_hold_the_byte() -> None:
+    old = [torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (100, 5000, 70_000, 3 << 20, 30 << 20) * 3]
+    kept = old[1::2]
+    del old
+    free = FreeMemory(torch.device("cuda"))
+    allocate = _from_the_allocator()
+    sizes = (1, 600, 5000, 5000, 70_000, SMALL - 1, SMALL, SMALL + 1, 3 << 20, 11 << 20, 100)
+    for byte in (0xFF, 0x7B):
+        free.fill(byte)
+        found = [allocate((n,), (1,), torch.uint8) for n in sizes]
+        assert all(bool((x == byte).all()) for x in found)
+        del found
+    free.expect([torch.empty(200 << 20, dtype=torch.uint8, device="cuda")])
+    free.fill(0xA5)
+    assert bool((allocate((200 << 20,), (1,), torch.uint8) == 0xA5).all())
+    assert all(not bool(x.any()) for x in kept), "memory in use was written"
+
+
+UNWRITTEN = """
+allocate = torch._C._dynamo.guards._empty_strided_cuda
+
+def run(gate, up):
+    y = allocate(tuple(gate.shape), torch.empty(gate.shape, device="meta").stride(), gate.dtype)
+    right = F.silu(gate) * up
+    y.view(-1)[:{end}].copy_(right.reshape(-1)[:{end}])
+    return y
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("end", "status"), [("None", Status.PASSED), ("-1", Status.INCORRECT_NUMERICAL)])
+def test_an_element_left_unwritten_on_a_gpu_is_seen(end: str, status: Status) -> None:
+    subject = definition("act_mul")
+    calls = [
+        replace(call, inputs=tuple(x.cuda() for x in call.inputs)) for call in captured(subject, (1, 7), (2, 1), (1, 1))
+    ]
+    made = solution(subject, UNWRITTEN.format(end=end), uses_compiler=True, guard=Guard(autograd=False))
+    with Judge(replace(FEW, static_gate=False), family=lambda name: FAMILY) as judge:
+        found = judge.verify(made, subject, calls)
+    assert found.status is status, found

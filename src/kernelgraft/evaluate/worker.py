@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernelgraft import machine
+from kernelgraft.evaluate.free_memory import FreeMemory
 from kernelgraft.records import Solution
 from kernelgraft.suppliers.load import load
 
@@ -126,6 +127,8 @@ class _Session:
             described = [_describe(x) for x in listed]
             tensors = [x for x in listed if isinstance(x, torch.Tensor)]
             kept = [_kept(x) for x in tensors]
+            if self.poison.free is not None:
+                self.poison.free.expect(tensors)
             if repeat == 0:
                 found["outputs"] = described
                 found["aliased"] = self.buffers.aliased(listed)
@@ -283,7 +286,8 @@ class _Poison:
     """Fills uninitialised memory: torch's allocating functions are wrapped, and glibc's malloc fills what it hands out.
 
     The wrappers stay for good, so that a Solution that took `torch.empty` at import has them too. They are left out for
-    a Solution that compiles: its compiler would trace through them. Then malloc (GPU: the allocator's cache) is left.
+    a Solution that compiles: its compiler would trace through them. Then malloc (GPU: what the allocator has free) is
+    left.
     """
 
     FUNCTIONS = ("empty", "empty_like", "empty_strided", "empty_permuted")
@@ -292,6 +296,7 @@ class _Poison:
     def __init__(self, device: torch.device, *, wrap: bool) -> None:
         self.byte: int | None = None
         self.device = device
+        self.free = FreeMemory(device) if device.type == "cuda" else None
         self.mallopt = _mallopt() if device.type == "cpu" else None
         if self.mallopt:
             # Keep freed memory: fetching it anew page by page would take most of the time.
@@ -316,9 +321,8 @@ class _Poison:
     @contextmanager
     def filling(self, byte: int) -> Iterator[None]:
         self.byte = byte
-        if self.device.type == "cuda":
-            # Leaves the byte in the allocator's cache, for allocations that do not go through the wrappers.
-            torch.full((64 << 20,), byte, dtype=torch.uint8, device=self.device)
+        if self.free is not None:
+            self.free.fill(byte)  # for allocations that do not go through the wrappers
         if self.mallopt:
             self.mallopt(M_PERTURB, (0x7F if byte == 0xFF else byte) ^ 0xFF)
         try:
