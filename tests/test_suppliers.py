@@ -429,6 +429,49 @@ def test_cudnn_gets_aligned_tensors(name: str, monkeypatch: pytest.MonkeyPatch) 
         copies.clear()
 
 
+FUSED = [n for n, d in ALL.items() if n.startswith("attention-") and "grouped" in str([s.name for s in candidates(d)])]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_attention_gets_aligned_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    definition = ALL[name]
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        mask = options.get("attn_mask")
+        floats = [*tensors, *([] if mask is None or mask.dtype is torch.bool else [mask])]
+        assert not any(x.data_ptr() % 16 for x in floats)
+        seen.extend(tensors)
+        return attend(*tensors, **options)
+
+    for solution in candidates(definition):
+        if "cudnn" in solution.name:
+            continue
+        function = load(solution)
+        for sizes in sizes_of(definition):
+            inputs = fresh_inputs(definition, **sizes)
+            if refuses(solution.meta.guard, definition, inputs) is None:
+                with monkeypatch.context() as patched:
+                    patched.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+                    function(*inputs)
+                    assert seen[-1].data_ptr() == inputs[2].data_ptr(), "nothing is copied without need"
+                    check(definition, function, [_shifted(x) for x in inputs], f"{name} {sizes}")
+    assert seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in FUSED if str(F32) not in n])
+def test_fused_attention_of_tensors_that_begin_in_between_on_a_gpu(name: str) -> None:
+    definition = ALL[name]
+    for solution in candidates(definition):
+        for sizes in sizes_of(definition):
+            inputs = [x.cuda() for x in fresh_inputs(definition, **sizes)]
+            if refuses(solution.meta.guard, definition, inputs) is None:
+                for index in range(len(inputs)):
+                    moved = [_shifted(x) if i == index else x for i, x in enumerate(inputs)]
+                    check(definition, load(solution), moved, f"{solution.name} {sizes} {index}")
+
+
 def _shifted(x: torch.Tensor) -> torch.Tensor:
     """Not on an address of 16 bytes."""
     return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)

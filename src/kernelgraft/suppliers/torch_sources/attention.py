@@ -14,6 +14,9 @@ CATALOGUE = {
     "products": "two matrix products around a float32 softmax, with softcap and sinks, keys not repeated",
 }
 
+ALIGNED = 8
+"""Elements: 16 bytes of a 16-bit dtype; an allocation begins at a multiple of more."""
+
 
 def drafts(definition: Definition) -> list[Draft] | str:
     """See the package."""
@@ -36,6 +39,21 @@ def drafts(definition: Definition) -> list[Draft] | str:
     return found
 
 
+def _aligned(semantics: dict[str, Any], masked: bool) -> list[str]:
+    """The tensors, or copies of those that begin elsewhere than every 16 bytes.
+
+    torch chooses among its fused kernels by sizes and strides. On CUDA some of them (cuDNN's, the first choice where a
+    GPU has it, and the memory-efficient one) read from elsewhere if a tensor begins in between, and give other numbers.
+    A compiled function cannot ask where a tensor begins, and is left what the original is.
+    """
+    names = ["query", "key", "value", *(["attention_mask"] if masked and semantics["mask"] == "float" else [])]
+    listed = ", ".join(names)
+    return [
+        "if not torch.compiler.is_compiling():",
+        f"    {listed} = [x.clone() if x.storage_offset() % {ALIGNED} else x for x in ({listed})]",
+    ]
+
+
 def _groups(semantics: dict[str, Any]) -> int:
     groups: int = semantics["num_heads"] // semantics["num_kv_heads"]
     return groups
@@ -50,13 +68,14 @@ def _grouped(semantics: dict[str, Any], masked: bool) -> list[str]:
     if _groups(semantics) > 1:
         options.append("enable_gqa=True")
     call = f"torch.nn.functional.scaled_dot_product_attention(query, key, value, {', '.join(options)})"
-    return [f"output = {call}", "return output.transpose(1, 2).contiguous()"]
+    return [*_aligned(semantics, masked), f"output = {call}", "return output.transpose(1, 2).contiguous()"]
 
 
 def _packed(semantics: dict[str, Any], masked: bool) -> list[str]:
     """One query a sequence: without queries to tell apart, each key head sees its query heads as queries."""
     heads, kv_heads, groups = semantics["num_heads"], semantics["num_kv_heads"], _groups(semantics)
     lines = [
+        *_aligned(semantics, masked),
         "batch = query.shape[0]",
         f"query = query.reshape(batch, {kv_heads}, {groups}, {semantics['head_dim']})",
     ]
