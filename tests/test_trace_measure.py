@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,16 +269,30 @@ class RealGpu:
     def __call__(self, run: Callable[[], Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             run()
             torch.cuda.synchronize()
         device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         notes = [e for e in profile.events() if e.device_type == device and not e.is_user_annotation]
         self.total_us = sum(e.self_device_time_total for e in notes)
+        self.summed = Counter[str]()
+        for e in notes:
+            self.summed[e.name] += e.self_device_time_total
         with tempfile.TemporaryDirectory() as folder:
             profile.export_chrome_trace(f"{folder}/trace.json")
             self.last = json.loads(Path(folder, "trace.json").read_bytes())
         return self.last
+
+    def __repr__(self) -> str:
+        """Where a trace's own events and the profiler's sums differ, and the kinds of events: for a test that fails."""
+        traced, kinds = Counter[str](), Counter[str]()
+        for e in self.last["traceEvents"]:
+            if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+                traced[e["name"]] += e["dur"]
+                kinds[e["cat"]] += e["dur"]
+        names = set(traced) | set(self.summed)
+        apart = {n[:60]: (traced[n], self.summed[n]) for n in names if abs(traced[n] - self.summed[n]) > 0.5}
+        return f"traced {dict(kinds)}, apart {apart}"
 
 
 @pytest.mark.gpu
@@ -332,7 +347,7 @@ def check_grafted_norms(loaded: Any, graft: Graft, profiler: Any, language: str 
         adds_up(before, before.kernel_us)
         whole = [parse(profiler.last, regime=r, tokens=7).kernel_us for r in ("prefill", "decode")]
         assert before.kernel_us == pytest.approx(whole[regime == "decode"])
-        assert sum(whole) == pytest.approx(profiler.total_us, rel=0.01)
+        assert sum(whole) == pytest.approx(profiler.total_us, rel=0.01), (whole, profiler)
         assert before.replaced_percent == pytest.approx(inside(before, "norm"))
         assert before.replaced_percent is not None and 1 < before.replaced_percent < 100
         assert before.cutile_percent == 0
@@ -342,7 +357,7 @@ def check_grafted_norms(loaded: Any, graft: Graft, profiler: Any, language: str 
             after = measure(model, run, regime=regime, tokens=7, applied=applied, profiler=profiler)
         adds_up(after, after.kernel_us)
         whole = [parse(profiler.last, regime=r, tokens=7).kernel_us for r in ("prefill", "decode")]
-        assert sum(whole) == pytest.approx(profiler.total_us, rel=0.01)
+        assert sum(whole) == pytest.approx(profiler.total_us, rel=0.01), (whole, profiler)
         assert not any(s.path.endswith("norm") for s in after.uncovered), "they are served"
         if language is not None:
             share = after.languages_percent[language]

@@ -89,7 +89,8 @@ def serving(graft: Graft, regime: Regime) -> Graft:
 def profile(run: Callable[[], Any]) -> dict[str, Any]:
     """The trace of a call, in Chrome's format, with CUDA activity."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    # `acc_events` changes nothing where there is one cycle, but torch's warning about more of them.
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
