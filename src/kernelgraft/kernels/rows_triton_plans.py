@@ -81,7 +81,7 @@ def launch_of(
     eps, offset, round_offset, divide, last = semantics
     programs = -(-lain.count // chosen.rows)
     sizes = [t.itemsize for t in (x, weight, bias) if t is not None]
-    whole = chosen.together and device >= 0 and len(set(sizes)) == 1 < len(sizes)
+    whole = chosen.together and device >= 0 and len(set(sizes)) == 1 < len(sizes) and width > 32  # no part of 32 bits
     pack = 4 // sizes[0] if whole else 0
     early = chosen.early and programs <= OVERLAPPED and overlaps(device)
     even = lain.inner is None and all(step == width for step in lain.steps)

@@ -1,7 +1,8 @@
 """Launches of Triton kernels: what depends on shapes only is worked out once and kept, as `cutile.plans` does it.
 
 Triton binds and specialises its arguments at every launch, which takes longer than a short kernel runs. A `Launch` has
-it done once for tensors that all begin at a multiple of 16 bytes and once for others, then calls what Triton made.
+it done once for tensors that all begin at a multiple of 16 bytes and once for each other mixture of tensors that do
+and that do not, then calls what Triton made.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class Launch:
     ) -> None:
         """`kernel` gives the kernel: it is asked at the first launch, as importing it needs Triton."""
         self.kernel, self.grid, self.rest, self.device, self.options = kernel, grid, rest, device, options
-        self.ready: dict[bool, tuple[Any, ...]] = {}
-        """By whether all tensors are aligned: what Triton made, and its handles."""
+        self.ready: dict[tuple[bool, ...], tuple[Any, ...]] = {}
+        """By which tensors are aligned (none named: all of them): what Triton made, and its handles."""
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch on tensors of one device (None where the kernel takes none), on torch's current stream."""
         a, b, c, d, e, f = pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        aligned = not (a | b | c | d | e | f) & 15
+        aligned = () if not (a | b | c | d | e | f) & 15 else tuple(not p & 15 for p in pointers)
         ready = self.ready.get(aligned)
         if ready is None or self.device != current():
             self._first(tensors, aligned)
@@ -61,7 +62,7 @@ class Launch:
         x, y, z = self.grid
         run(x, y, z, _stream(self.device), function, packed, None, None, None, *pointers, *self.rest)
 
-    def _first(self, tensors: tuple[torch.Tensor | None, ...], aligned: bool) -> None:
+    def _first(self, tensors: tuple[torch.Tensor | None, ...], aligned: tuple[bool, ...]) -> None:
         """Launch through Triton's own front, and keep what it made."""
         kernel = self.kernel()
         if self.device < 0:
