@@ -15,6 +15,7 @@ pytest.importorskip("cuda.tile", reason="the kernels are written in cuTile: pip 
 from test_suppliers import ATTENTION as VARIANTS
 from test_suppliers import MACHINE, attention_definition, check, fresh_inputs, sizes_of
 
+from kernelgraft.cutile import products
 from kernelgraft.evaluate import Captured, Judge
 from kernelgraft.evaluate.cases import JudgeOptions
 from kernelgraft.evaluate.static import inspect_sources
@@ -267,6 +268,32 @@ def test_huge_values_and_numbers_that_are_none(attention: Attention, device: str
     found = attention(query, key, value, scaling=1.0, causal=True)
     assert bool(found[0, 0, 1].isnan().all())
     assert int(found.isnan().sum()) == 32
+
+
+def cut_off(x: torch.Tensor, y: torch.Tensor, acc: torch.Tensor, _: Any) -> torch.Tensor:
+    """x @ y + acc as tensor cores sum tf32 products: a few at a time, each sum rounded towards zero."""
+    for start in range(0, x.shape[-1], 8):
+        part = x[..., start : start + 8].double() @ y[..., start : start + 8, :].double()
+        total = acc.double() + part
+        rounded = total.float()
+        acc = torch.where(rounded.abs() > total.abs(), torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+    return acc
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("spread", ["normal", "positive"])
+def test_float32_is_exact_where_tensor_cores_round_towards_zero(
+    spread: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "cpu":
+        monkeypatch.setattr(products, "_accumulate", cut_off)
+    given = inputs(1, 1, 1, 514, 514, 80, 80, device=where)
+    if spread == "positive":
+        given[2] = given[2].abs() + 1
+    expected = exact(*given, scaling=80**-0.5, causal=True)
+    found = attention_prefill(*given, scaling=80**-0.5, causal=True)
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < 6e-7, f"relRMSE {error:.2g}"  # summed by tensor cores from tile to tile: 1.5e-6
 
 
 Call = tuple[str, tuple[int, ...], torch.dtype, dict[str, Any]]

@@ -167,12 +167,17 @@ def test_each_logit_once_in_groups_of_tokens(
     monkeypatch.setattr(once, "product", noted := lambda *a: products.append(a[1].shape) or product(*a))
     product = module.product
     assert noted is once.product
+    sums: list[torch.dtype] = []
+    add = module.add_product
+    monkeypatch.setattr(once, "add_product", lambda total, a, b: sums.append(total.dtype) or add(total, a, b))
     hidden, weight, labels = inputs(300, 301, 40, dtype, device)
     ours = [x.clone().requires_grad_() for x in (hidden, weight)]
     theirs = [x.double().requires_grad_() for x in (hidden, weight)]
     loss, expected = cross_entropy(*ours, labels, softcap=6.0), exact(*theirs, labels, softcap=6.0)
     # Three chunks of logits; the hidden states' gradient by two groups of chunks of a half type, by three else.
-    assert sorted(products) == sorted([(40, 301)] * 3 + [(301, 40)] * (3 if dtype is F32 else 2))
+    groups, first = (3, 128) if dtype is F32 else (2, 256)
+    assert sorted(products) == sorted([(40, 301)] * 3 + [(301, 40)] * groups + [(first, 40)])
+    assert sums == [F32] * (groups - 1), "what is summed over groups is rounded at each of them"
     close(loss.detach(), expected.detach(), F32, roundings=16)
     for factor in (1.0, -2.5):  # the graph is gone through twice
         for x in (*ours, *theirs):

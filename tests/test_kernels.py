@@ -296,6 +296,36 @@ def test_layer_norm_in_steps(device: str) -> None:
     assert layer_norm(x, weight, bias).dtype is BF16
 
 
+@pytest.mark.parametrize("width", [33, 768, 17000])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_rows_whose_sum_is_no_float32_and_whose_mean_is(width: int, dtype: torch.dtype, device: str) -> None:
+    """Their variance is none either, so that the norm is zero, as torch's on a GPU; on a CPU torch may give NaN."""
+    usual = draw(4, width, dtype=dtype, device=device)
+    weight, bias = (draw(width, dtype=dtype, device=device, seed=s) for s in (1, 2))
+    x = usual.clone()
+    x[::2] = (x[::2].float().abs() * 1e36 + 2e37).to(dtype)
+    assert bool(x[::2].float().sum(-1).isinf().all())
+    assert bool(x[::2].double().mean(-1).lt(torch.finfo(F32).max).all())
+    other = torch.ones_like(x)
+
+    def found(x: torch.Tensor, other: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+        sums = [layer_norm_add(other, x, weight, bias, **options), *add_layer_norm(x, other, weight, bias, **options)]
+        return [layer_norm(x, weight, bias, **options), *sums]
+
+    for divide in (False, True):
+        normed, added, total, of_total = found(x, other, divide=divide)
+        assert torch.equal(normed[::2], bias.expand_as(normed[::2]))
+        assert torch.equal(added[::2], (bias.float() + 1).to(dtype).expand_as(added[::2]))
+        assert torch.equal(total, x + other)
+        assert torch.equal(of_total[::2], bias.expand_as(of_total[::2]))
+        alone = found(usual, other, divide=divide)
+        for mine, theirs in zip((normed, added, total, of_total), alone, strict=True):
+            assert torch.equal(mine[1::2], theirs[1::2])
+    for of_squares in (rms_norm(x, weight), add_rms_norm(x, other, weight)[1]):
+        assert not bool(of_squares[::2].any())
+    assert torch.equal(rms_norm_add(other, x, weight)[::2], other[::2])
+
+
 # activation(gate) * up
 
 
@@ -346,6 +376,13 @@ def test_infinities_and_nan_pass_as_in_torch(device: str) -> None:
             continue  # inf times zero: torch's own result depends on the device
         assert torch.allclose(act_and_mul(gate, up, name), function(gate), equal_nan=True), name
     assert bool(act_and_mul(gate, up, "silu")[0, 2].isnan())
+
+
+def test_gelu_far_below_zero_is_nothing_and_never_infinite(device: str) -> None:
+    gate = torch.tensor([[float("-inf"), -3e38, -1e5, -20.0, 1.0]], device=device)
+    found = act_and_mul(gate, torch.ones_like(gate), "gelu")
+    assert bool(found[0, 0].isnan() | (found[0, 0] == 0))  # minus infinity times zero: NaN in torch
+    assert not bool(found[0, 1:4].any())
 
 
 # Rotary position embedding

@@ -21,7 +21,7 @@ BLOCKS, ELEMENTS = 192, 1 << 23
 """Larger launches are interpreted only where a kernel has no smaller one."""
 TOO_LARGE = 1 << 27
 """Elements from which a launch of many blocks takes the interpreter minutes: a product with a whole vocabulary."""
-ROOM = {"rope": 4.0}
+ROOM = {"rope": 4.0, "qk_norm_rope": 4.0}
 """Roundings allowed where they are not of the result: products are rounded before they are added, unless the compiler
 makes one instruction of both, and with random tables they are larger than their sum."""
 ON_GPU = (ct.launch,)
@@ -35,6 +35,9 @@ def on_cpu(args: Sequence[Any], seen: dict[Any, torch.Tensor]) -> list[Any]:
     """Copies with the same strides; arguments that are one tensor stay one."""
     copies: list[Any] = []
     for value in args:
+        if isinstance(value, tuple | list):
+            copies.append(type(value)(on_cpu(value, seen)))
+            continue
         if not isinstance(value, torch.Tensor):
             copies.append(value)
             continue
@@ -60,8 +63,19 @@ def recorded(run: Callable[[str], Any], device: str, on_device: Callable[..., An
     return found
 
 
+def tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Those among the arguments and in their tuples."""
+    found: list[torch.Tensor] = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += tensors(value)
+    return found
+
+
 def size(item: Launch) -> tuple[int, int]:
-    return math.prod(item[1]), sum(x.numel() for x in item[2] if isinstance(x, torch.Tensor))
+    return math.prod(item[1]), sum(x.numel() for x in tensors(item[2]))
 
 
 def distance(actual: torch.Tensor, wanted: torch.Tensor, rounding: float) -> float:
@@ -91,15 +105,14 @@ def compare(module: str, device: str, on_device: Callable[..., Any]) -> dict[str
             continue
         if blocks > BLOCKS // 2 and elements > TOO_LARGE:
             continue
-        floats = [x.dtype for x in args if isinstance(x, torch.Tensor) and x.dtype.is_floating_point]
+        floats = [x.dtype for x in tensors(args) if x.dtype.is_floating_point]
         # Half types are also what parts of a float32 result are rounded to on the way.
         rounding = ROOM.get(module, 1.0) * max([2.0**-16, *(torch.finfo(t).eps for t in floats)])
         with interpreted(check=False):
             launch(grid, kernel, args)
-        for number, (mine, theirs) in enumerate(zip(args, after, strict=True)):
-            if isinstance(mine, torch.Tensor):
-                ratio = distance(theirs, mine, rounding)
-                assert ratio <= 1, f"`{name}` on {grid}: argument {number}: {ratio:.3g} times the allowed distance away"
+        for number, (mine, theirs) in enumerate(zip(tensors(args), tensors(after), strict=True)):
+            ratio = distance(theirs, mine, rounding)
+            assert ratio <= 1, f"`{name}` on {grid}: tensor {number}: {ratio:.3g} times the allowed distance away"
         compared[name] = compared.get(name, 0) + 1
     return compared
 

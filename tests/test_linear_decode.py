@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -334,7 +336,11 @@ def test_what_is_offered_to_the_tuner_runs() -> None:
 
     offered = tunables()
     assert len({t.name for t in offered}) == len(offered)
-    for one in (offered[1], offered[-3]):
+    # The smallest of one row, gated and not: the interpreter takes its time.
+    alone = sorted(
+        (t for t in offered if "_1x" in t.name), key=lambda t: math.prod(map(int, re.findall(r"\d+", t.name)))
+    )
+    for one in (alone[0], next(t for t in alone if "gated" in t.name)):
         inputs = one.make("cpu", 0)
-        assert one.space[0].fold == 8
+        assert one.space[0].fold > 1
         close(one.run(one.space[0], *inputs), one.expected(*inputs), BF16, roundings=one.roundings)

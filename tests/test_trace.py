@@ -267,7 +267,9 @@ def test_a_window_is_what_the_steps_of_a_regime_launched() -> None:
     assert [s.name for s in decode.uncovered] == ["k1", "k2", "k4"]
     assert decode.wall_ms == pytest.approx((190 + 90) / 1e3)  # two windows
     prefill = read(*before, *events, regime="prefill", tokens=7)
-    assert (prefill.tokens, prefill.kernels, prefill.kernels_per_token) == (7, 2, 2)
+    assert (prefill.tokens, prefill.kernels, prefill.kernels_per_token) == (7, 3, 3)  # with what prepared it
+    middle = read(*before, *steps("decode", "prefill"), regime="decode")
+    assert middle.kernels == 1  # whatever came before a decode step, it was no decode step
 
 
 def test_a_kernel_whose_launch_is_lost_is_in_the_window_of_the_one_before_it() -> None:

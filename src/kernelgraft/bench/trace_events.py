@@ -184,7 +184,10 @@ def union_us(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def windows(events: Events, regime: Regime) -> list[list[Kernel]]:
-    """The kernels of each unbroken run of steps of a regime; all of them in one if the trace has no steps."""
+    """The kernels of each unbroken run of steps of a regime; all of them in one if the trace has no steps.
+
+    What `generate` launches before its first step, a prefill, is part of that: it is waited for.
+    """
     if not events.steps:
         return [events.kernels]
     times = [at for at, _ in events.steps]
@@ -198,6 +201,8 @@ def windows(events: Events, regime: Regime) -> list[list[Kernel]]:
     for kernel in events.kernels:
         assert kernel.launched is not None
         index = bisect.bisect_right(times, kernel.launched) - 1
+        if index < 0 and events.steps[0][1] == "prefill":
+            index = 0
         run = of_step[index] if index >= 0 else None
         if run is not None:
             runs[run].append(kernel)

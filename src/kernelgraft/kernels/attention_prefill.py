@@ -92,11 +92,23 @@ def run(
         p, top, total, factor = tiles.weigh(s, top, total, scale, 1, CAPPED or MASK == FLOAT_MASK)
         p = ct.astype(p, v.dtype)
         v0 = ct.load(v, (b, group, j, 0), (1, 1, TN, V0), padding_mode=ZERO, latency=VALUE_LATENCY)
-        acc0 = tiles.product(p, ct.reshape(v0, (TN, V0)), acc0 * factor, FAST)
+        acc0 = gathered(p, ct.reshape(v0, (TN, V0)), acc0, factor, FAST, TM, V0)
         if V1 > 0:
             v1 = ct.load(v, (b, group, j, V0 // V1), (1, 1, TN, V1), padding_mode=ZERO, latency=VALUE_LATENCY)
-            acc1 = tiles.product(p, ct.reshape(v1, (TN, V1)), acc1 * factor, FAST)
+            acc1 = gathered(p, ct.reshape(v1, (TN, V1)), acc1, factor, FAST, TM, V1)
     return top, total, acc0, acc1
+
+
+def gathered(p, values, acc, factor, FAST, TM, WIDTH):
+    """acc * factor + p @ values.
+
+    Tensor cores cut off what does not fit into the sum they add to, always towards zero, at every few keys. Over many
+    tiles that is several times what a float32 product may be off by, so each tile's product begins at zero and joins
+    the others by an addition that rounds to nearest.
+    """
+    if FAST:
+        return tiles.product(p, values, acc * factor, FAST)
+    return acc * factor + tiles.product(p, values, ct.zeros((TM, WIDTH), dtype=ct.float32), FAST)
 
 
 @ct.kernel

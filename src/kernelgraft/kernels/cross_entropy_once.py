@@ -2,11 +2,12 @@
 
 A chunk's logits lie in memory in float32: their normalisers and the losses are read from them, then the derivatives,
 which are rounded to the inputs' dtype. Torch multiplies those of a group of chunks with the weight (these tokens' rows
-of the hidden states' gradient) and with the hidden states, which it adds to the weight's gradient. A sum over groups in
-a half type is rounded once a group: beyond `MOST_GROUPS`, and where the choice says so, both passes are made one after
-the other, which takes one more product but writes each row of the weight's gradient once.
+of the hidden states' gradient) and with the hidden states, which it adds to the weight's gradient, in float32 and
+rounded once. Each group reads and writes that sum: beyond `MOST_GROUPS`, and where the choice says so, both passes are
+made one after the other, which takes one more product but writes each row of the weight's gradient once.
 
-Memory beside inputs, results and gradients: `chunk_bytes` of logits and as much for the derivatives, or 128 tokens.
+Memory beside inputs, results and gradients: `chunk_bytes` of logits and as much for the derivatives, or 128 tokens;
+with more than one group the weight's gradient in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kernelgraft.kernels.cross_entropy_chunks import add_product, cap, product, 
 
 KERNEL = "cross_entropy_once"
 MOST_GROUPS = 8
-"""Sums of half types over more groups of tokens are not made."""
+"""With more groups of tokens a half type's sum over them takes longer than one more product."""
 ALIGNED = 64
 """A row of logits or derivatives begins at a multiple of that many elements, which fast products ask for."""
 DTYPES = (torch.bfloat16, torch.float32)
@@ -82,7 +83,8 @@ def with_gradients(
     losses = torch.empty(shape[0], dtype=torch.float32, device=hidden.device)
     normalisers = torch.empty_like(losses)
     by_hidden = hidden.new_empty(hidden.shape) if of_hidden else None
-    by_weight = weight.new_empty(weight.shape) if of_weight else None
+    kind = weight.dtype if len(groups) == 1 else torch.float32
+    by_weight = weight.new_empty(weight.shape, dtype=kind) if of_weight else None
     wide = -(-shape[1] // ALIGNED) * ALIGNED
     logits = torch.empty((groups[0][0].count, wide), dtype=torch.float32, device=hidden.device)
     slopes = torch.empty((sum(p.count for p in groups[0]), wide), dtype=hidden.dtype, device=hidden.device)
@@ -100,11 +102,14 @@ def with_gradients(
         whole = slopes[: end - start, : shape[1]]
         if by_hidden is not None:
             by_hidden[start:end] = product(whole, weight)
-        if by_weight is not None and start == 0:
-            torch.mm(whole.t(), hidden[:end], out=by_weight)
+        if by_weight is not None and len(groups) == 1:
+            torch.mm(whole.t(), hidden, out=by_weight)
+        elif by_weight is not None and start == 0:
+            product(whole.t(), hidden[:end], by_weight)
         elif by_weight is not None:
             add_product(by_weight, whole.t(), hidden[start:end])
     total = losses.sum() / number if mean else losses.sum()
+    by_weight = None if by_weight is None else by_weight.to(weight.dtype)
     return [total, *(x for x in (by_hidden, by_weight) if x is not None)]
 
 

@@ -64,15 +64,16 @@ def norm_tile(
             pieces += (input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS),)
     mean = ct.zeros((1, ROWS, 1), dtype=ct.float32)
     if CENTRED:
-        sums = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
+        # Shares of the mean and not values are added: the sum of a row may be no float32 where its mean is one.
+        shares = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
         if RESIDENT:
             for p in ct.static_iter(range(PIECES)):
-                sums = sums + ct.astype(pieces[p], ct.float32)
+                shares = shares + ct.astype(pieces[p], ct.float32) * inverse
         else:
             for p in range(PIECES):
                 piece = input_piece(residual, x, total, lead, row, p, WHERE, ROWS, TILE, ACCESS)
-                sums = sums + ct.astype(piece, ct.float32)
-        mean = ct.sum(sums, axis=2, keepdims=True) * inverse
+                shares = shares + ct.astype(piece, ct.float32) * inverse
+        mean = ct.sum(shares, axis=2, keepdims=True)
     squares = ct.zeros((1, ROWS, TILE), dtype=ct.float32)
     if RESIDENT:
         for p in ct.static_iter(range(PIECES)):

@@ -131,7 +131,8 @@ def norm_kernel(
     KIND: tl.constexpr = value.dtype
     value = value.to(tl.float32)
     if CENTRED:
-        value -= tl.sum(value, AXIS, keep_dims=SEVERAL) * INVERSE
+        # Shares of the mean and not values: the sum of a row may be no float32 where its mean is one.
+        value -= tl.sum(value * INVERSE, AXIS, keep_dims=SEVERAL)
         if inside is not None:
             value = tl.where(inside, value, 0.0)
     variance = tl.sum(value * value, AXIS, keep_dims=SEVERAL) * INVERSE + EPS
