@@ -13,6 +13,7 @@ from kernelgraft.kernels.linear_decode import Streaming
 from kernelgraft.kernels.linear_forms import Form
 
 HALF = torch.bfloat16
+EPS = 1e-6
 ONE = (
     # Outputs and width; the queries', keys' and values' weights apart or together, gate and up together, down, the head
     *((2048, 2048), (3072, 2048), (8192, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
@@ -32,7 +33,7 @@ PLAIN = (
 )
 """Rows, outputs and width of single products."""
 TWO = tuple((rows, *size) for rows in (1, 16) for size in GATED)
-"""The same of gate and up with the activation between."""
+"""The same of gate and up with the activation between and an RMS norm in front."""
 
 
 def tunables() -> list[Tunable]:
@@ -57,7 +58,9 @@ def space(form: Form) -> list[Streaming]:
 
 
 def _tunable(rows: int, outputs: int, width: int, activation: str | None) -> Tunable:
-    form = Form(rows, outputs, width, HALF, False, False, None, activation, False)
+    # Two products have a norm in front where models have them; what is best without it can be far from it with one.
+    norm = None if activation is None else (EPS, False, "after_weight")
+    form = Form(rows, outputs, width, HALF, False, False, norm, activation, False)
 
     def make(device: str, seed: int) -> tuple[torch.Tensor, ...]:
         source = torch.Generator(device=device).manual_seed(seed)
@@ -66,16 +69,27 @@ def _tunable(rows: int, outputs: int, width: int, activation: str | None) -> Tun
             return torch.randn(shape, device=device, generator=source, dtype=HALF)
 
         weights = [normal(outputs, width).mul_(width**-0.5) for _ in range(1 if activation is None else 2)]
-        return (normal(rows, 1, width), *weights)
+        return (normal(rows, 1, width), *weights, *(() if norm is None else (1 + 0.1 * normal(width),)))
 
-    def run(streaming: Streaming, x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None = None) -> Any:
+    def run(
+        streaming: Streaming,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        up: torch.Tensor | None = None,
+        vector: torch.Tensor | None = None,
+    ) -> Any:
         y = x.new_empty((rows, 1, outputs))
-        linear_decode.launch(streaming, form, x, weight, up, None, None, None, y)
+        linear_decode.launch(streaming, form, x, weight, up, None, None, vector, y)
         return y
 
-    def expected(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-        product = x.double() @ weight.double().T
-        return product if up is None else functional.silu(product) * (x.double() @ up.double().T)
+    def expected(
+        x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None = None, vector: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x.double()
+        if up is None or vector is None:
+            return x @ weight.double().T
+        x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * vector.double()
+        return functional.silu(x @ weight.double().T) * (x @ up.double().T)
 
     return Tunable(
         kernel="linear_decode",
