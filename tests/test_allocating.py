@@ -63,7 +63,10 @@ def results(module: str) -> list[Any]:
     return found
 
 
-USERS = ("rms_norm", "add_rms_norm", "layer_norm", "act_and_mul", "rope", "qk_norm_rope", "linear_decode", "argmax")
+USERS = (
+    *("rms_norm", "add_rms_norm", "layer_norm", "act_and_mul", "rope", "qk_norm_rope", "linear_decode", "argmax"),
+    "sampling",
+)
 
 
 @pytest.mark.parametrize("module", [*USERS, "attention_decode"])

@@ -21,7 +21,19 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from kernelgraft.cutile.plans import LARGEST_GRID, Plan, eager, extent, fire, hinted, power_of_two
+from kernelgraft.cutile.plans import (
+    LARGEST_GRID,
+    Maker,
+    Plan,
+    contiguous,
+    current,
+    eager,
+    extent,
+    fire,
+    hinted,
+    makers,
+    power_of_two,
+)
 from kernelgraft.cutile.tuning import chosen
 from kernelgraft.kernels.access import GATHER, TMA
 from kernelgraft.kernels.argmax import LARGEST_EXTENT, MAXIMUM
@@ -208,11 +220,25 @@ def sample_top_k(
 def _run(
     logits: torch.Tensor, u: torch.Tensor, k: int, temperature: float, top_p: float, softcap: float | None
 ) -> torch.Tensor:
-    rows = logits.shape[0]
+    rows, device, words = logits.shape[0], logits.get_device(), (temperature, top_p, softcap)
+    if rows and device >= 0 and device == current():
+        steps = _ready(logits.shape, logits.stride(), logits.dtype, device, k, words)
+        makes = None if steps is None else _makes(rows, steps.found, device)
+        if steps is not None and makes is not None:
+            y, found = makes[0](), makes[1]()
+            fire(steps.first, (logits, found))
+            fire(steps.second, (logits, found, u, y))
+            return y
     y = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _launch(logits, u, y, k, (temperature, top_p, softcap))
+        _launch(logits, u, y, k, words)
     return y
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes(rows: int, found: tuple[int, ...], device: int) -> tuple[Maker, ...] | None:
+    """What makes the tokens and what is between the launches."""
+    return makers(device, ((rows,), (1,), torch.int64), (found, contiguous(found), torch.int32))
 
 
 @dataclass(frozen=True, slots=True)
