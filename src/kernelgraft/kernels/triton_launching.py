@@ -65,11 +65,10 @@ class Launch:
     def _first(self, tensors: tuple[torch.Tensor | None, ...], aligned: tuple[bool, ...]) -> None:
         """Launch through Triton's own front, and keep what it made."""
         kernel = self.kernel()
-        if self.device < 0:
-            kernel[self.grid](*tensors, *self.rest, **self.options)
-            return
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):  # of -1 nothing is asked
             made = kernel[self.grid](*tensors, *self.rest, **self.options)
+        if self.device < 0:
+            return
         runtime = import_module("triton").knobs.runtime
         hook = runtime.launch_enter_hook
         # A Triton without these would be launched through its own front every time.
