@@ -6,7 +6,10 @@ Usage: parallel_samples.py <folder>; torchrun's variables are in the environment
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from hand_made import generate, load, make_graft, reference_solution
 from torch import nn
 
 import kernelgraft
-from kernelgraft import models, pipeline
+from kernelgraft import machine, models, pipeline
 from kernelgraft.errors import KernelgraftError
 from kernelgraft.evaluate import JudgeOptions
 from kernelgraft.patch import Applied, find_applied
@@ -28,6 +31,47 @@ TINY = "tiny"
 KINDS = ("phi3", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 """Between them: gate and up in one product that is gathered from all ranks and cut again for the next; four norms a
 layer; experts; sinks that are parameters of the attention; projections that are split only in part."""
+
+
+class Ranks:
+    """Two processes of one script, as torchrun starts them; each writes what it found to `<folder>/<rank>.json`."""
+
+    def __init__(self, script: Path, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = machine.child_environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        self.folder = folder
+        self.logs = [(folder / f"{rank}.log").open("w+") for rank in range(2)]
+        self.started = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(folder)],
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=self.logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(2)
+        ]
+
+    def found(self, patience_s: float) -> list[dict[str, Any]]:
+        """What each of them wrote; AssertionError with what they said if one failed, or took longer."""
+        end = time.monotonic() + patience_s
+        try:
+            for process in self.started:
+                process.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.end()
+        said = [(self.folder / f"{rank}.log").read_text()[-3000:] for rank in range(2)]
+        assert [p.returncode for p in self.started] == [0, 0], "\n".join(said)
+        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+    def end(self) -> None:
+        for process, log in zip(self.started, self.logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
 
 
 class References(Supplier):

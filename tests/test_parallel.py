@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hand_made import load
-from parallel_samples import KINDS
+from parallel_samples import KINDS, Ranks
 from torch import nn
 
 from kernelgraft import machine, models
@@ -39,36 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     type(uneven)(type(uneven.config).from_dict(config)).save_pretrained(folder / "uneven")
     for name in KINDS:
         load(name).model.save_pretrained(folder / name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = machine.child_environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    logs = [(folder / f"{rank}.log").open("w+") for rank in range(2)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(SAMPLES), str(folder)],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in started:
-            process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    said = []
-    for log in logs:
-        log.seek(0)
-        said.append(log.read()[-3000:])
-        log.close()
-    assert [p.returncode for p in started] == [0, 0], "\n".join(said)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return Ranks(SAMPLES, folder).found(PATIENCE_S)
 
 
 def of(found: list[dict[str, Any]], scenario: str) -> list[dict[str, Any]]:
