@@ -41,7 +41,7 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = machine.child_environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        self.folder = folder
+        self.folder, self.began = folder, time.monotonic()
         self.logs = [(folder / f"{rank}.log").open("w+") for rank in range(2)]
         self.started = [
             subprocess.Popen(
@@ -54,11 +54,10 @@ class Ranks:
         ]
 
     def found(self, patience_s: float) -> list[dict[str, Any]]:
-        """What each of them wrote; AssertionError with what they said if one failed, or took longer."""
-        end = time.monotonic() + patience_s
+        """What each of them wrote; AssertionError with what they said if one failed, or took longer from its start."""
         try:
             for process in self.started:
-                process.wait(max(0, end - time.monotonic()))
+                process.wait(max(0, self.began + patience_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
         finally:

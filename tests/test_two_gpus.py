@@ -34,7 +34,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embed
 SEED = 4
 HOOKED = {"rms_norm", "rope", "gated_mlp", "attention"}
 """No residual addition with its norm: accelerate's hook on the norm has to run, and the norm's own kernel serves."""
-PATIENCE_S = 80
+PATIENCE_S = 75
 ERROR = 0.03
 """Of bfloat16 logits, relative, after six layers whose sums are rounded in other places."""
 MARGIN = 0.04
