@@ -402,6 +402,7 @@ def test_cudnn_gets_aligned_tensors(name: str, monkeypatch: pytest.MonkeyPatch) 
     """On a CPU another function stands in for the operator, which looks at what it is given."""
     definition, solution = CUDNN[name], cudnn(CUDNN[name])
     assert solution is not None and solution.meta.guard.devices == ("cuda",)
+    assert solution.spec.target_hardware == ("cuda",) and solution.spec.dependencies == ("torch", "kernelgraft")
     findings = inspect_sources(solution, definition)
     assert not findings.denied and not findings.warnings, findings
     function, copies = load(solution), []

@@ -10,7 +10,6 @@ from kernelgraft.suppliers.base import Listing, Refusal, Supplier
 from kernelgraft.suppliers.wording import in_words
 
 DEVICES = ("cpu", "cuda")
-FLOATS, HALVES = "float32, bfloat16 or float16 on cpu or cuda", "bfloat16 or float16 on cuda"
 
 
 class TorchSupplier(Supplier):
@@ -30,8 +29,8 @@ class TorchSupplier(Supplier):
                 name=f"torch_{family}_{variant}",
                 family=family,
                 language="python",
-                hardware=DEVICES if variant not in torch_sources.GPU_ONLY else DEVICES[1:],
-                guard=f"{what}; {FLOATS if variant not in torch_sources.GPU_ONLY else HALVES}",
+                hardware=_devices(family, variant),
+                guard=f"{what}; {_served(family, variant)}",
                 unavailable=self.unavailable(machine),
             )
             for family in torch_sources.FAMILIES
@@ -45,10 +44,12 @@ class TorchSupplier(Supplier):
         found = torch_sources.drafts(definition)
         if isinstance(found, str):
             return Refusal(self.name, found)
-        return [self._solution(definition, draft) for draft in found if machine.gpu is not None or not draft.gpu]
+        left_out = () if machine.gpu is not None else torch_sources.gpu_only(definition.meta.family)
+        return [self._solution(definition, draft) for draft in found if draft.variant not in left_out]
 
     def _solution(self, definition: Definition, draft: torch_sources.Draft) -> Solution:
-        family, devices = definition.meta.family, ("cuda",) if draft.gpu else DEVICES
+        family = definition.meta.family
+        devices = _devices(family, draft.variant)
         guard = Guard(
             devices=devices,
             dtypes=torch_sources.float_dtypes(definition),
@@ -67,7 +68,7 @@ class TorchSupplier(Supplier):
                 language="python",
                 target_hardware=devices,
                 entry_point=f"{file}::kernel",
-                dependencies=("torch",),
+                dependencies=draft.dependencies,
             ),
             sources=(SourceFile(path=file, content=draft.source),),
             description=torch_sources.catalogue(family)[draft.variant],
@@ -79,6 +80,16 @@ class TorchSupplier(Supplier):
                 fingerprint=definition.meta.fingerprint,
             ),
         )
+
+
+def _devices(family: str, variant: str) -> tuple[str, ...]:
+    return ("cuda",) if variant in torch_sources.gpu_only(family) else DEVICES
+
+
+def _served(family: str, variant: str) -> str:
+    """Dtypes and devices, in words."""
+    half_only = variant in torch_sources.gpu_only(family)
+    return "bfloat16 or float16 on cuda" if half_only else "float32, bfloat16 or float16 on cpu or cuda"
 
 
 SUPPLIER = TorchSupplier()

@@ -1,7 +1,8 @@
 """Source texts of plain-torch Solutions, one module a family; each knows its own family's semantics only.
 
 A family's module exports `CATALOGUE` (variant → what it is, in words) and `drafts(definition)`, which gives the
-variants that compute the Definition, best guess first, or a text: why there is none.
+variants that compute the Definition, best guess first, or a text: why there is none. `GPU_ONLY` names the variants, if
+there are any, that only a CUDA device can run, on half types.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from kernelgraft.records import Definition, Match
 FAMILIES = ("rms_norm", "layer_norm", "residual_norm", "rope", "gated_mlp", "attention")
 
 FLOATS = ("float16", "bfloat16", "float32")
-GPU_ONLY = ("cudnn",)
-"""Variants that only a CUDA device can run, on half types."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,8 @@ class Draft:
     equal_axes: tuple[tuple[str, str], ...] = ()
     contiguous: tuple[str, ...] = ()
     last_dim_contiguous: tuple[str, ...] = ()
-
-    @property
-    def gpu(self) -> bool:
-        """Whether only a CUDA device can run it."""
-        return self.variant in GPU_ONLY
+    dependencies: tuple[str, ...] = ("torch",)
+    """Packages that the source imports from."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,12 @@ class Code:
 def catalogue(family: str) -> dict[str, str]:
     """Variants of a family and what they are."""
     found: dict[str, str] = _module(family).CATALOGUE
+    return found
+
+
+def gpu_only(family: str) -> tuple[str, ...]:
+    """Variants of a family that only a CUDA device can run, on half types."""
+    found: tuple[str, ...] = getattr(_module(family), "GPU_ONLY", ())
     return found
 
 

@@ -14,6 +14,7 @@ CATALOGUE = {
     "products": "two matrix products around a float32 softmax, with softcap and sinks, keys not repeated",
 }
 
+GPU_ONLY = ("cudnn",)
 ALIGNED = 8
 """Elements: 16 bytes of a 16-bit dtype; an allocation begins at a multiple of more."""
 
@@ -35,7 +36,8 @@ def drafts(definition: Definition) -> list[Draft] | str:
         found.insert(0, packed)
     width = semantics["head_dim"]
     if not masked and "float32" not in floats and width == semantics["value_dim"] <= 128 and not width % 8:
-        found.append(Draft("cudnn", _cudnn(semantics, arguments), autograd=False))
+        source = _cudnn(semantics, arguments)
+        found.append(Draft("cudnn", source, autograd=False, dependencies=("torch", "kernelgraft")))
     return found
 
 
