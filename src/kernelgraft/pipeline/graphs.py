@@ -10,7 +10,7 @@ import torch
 CALLS = 16
 """In one graph: launching the graph itself is then a small part."""
 WARMUP = 33
-"""Calls before a capture: as many as a site's instances that take turns, so that nothing is compiled in a capture."""
+"""Calls before a capture. What takes turns in a call must have had its turn by then: nothing is compiled in one."""
 _abandoned: list[Any] = []
 """Graphs whose capture torch has not ended: its allocator of pinned memory may still ask them whether they capture."""
 

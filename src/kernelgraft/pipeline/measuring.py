@@ -21,7 +21,7 @@ from kernelgraft.evaluate import Timing, interleave
 from kernelgraft.families.base import Call, Kernel, Recognition
 from kernelgraft.models import Loaded
 from kernelgraft.patch import Dispatcher
-from kernelgraft.pipeline.graphs import captured_graphs
+from kernelgraft.pipeline.graphs import WARMUP, captured_graphs
 from kernelgraft.pipeline.points import BASE, Mode, Point, run_at
 from kernelgraft.pipeline.researching import Bound, Compute, axes_of, belongs, replay
 from kernelgraft.records import Definition, Patch, Regime, Seat, Site, Solution
@@ -33,7 +33,8 @@ REGIMES: tuple[Regime, ...] = ("prefill", "decode")
 ROUNDS = 40
 CPU_BUDGET_S, GPU_BUDGET_S = 1.5, 0.4
 """For the rounds of one call; five rounds are always run."""
-MOST_INSTANCES = 32
+MOST_INSTANCES = WARMUP - 1
+"""Of a site, beside the recorded one, that take turns."""
 DIFFERENCE_EPS, LEAST_DIFFERENCE = 4.0, 1e-4
 """Relative RMSE that a Solution's result may be away from the original's, in machine epsilons of its dtype and at
 least: the judge has seen other sizes of the same compute, so that this only has to notice what is plainly wrong."""
