@@ -395,6 +395,10 @@ def test_cudnn_is_offered_for_half_types_where_there_is_a_gpu() -> None:
     wide = attention_definition(BF16, masked=False, head_dim=136, value_dim=136)
     odd = attention_definition(BF16, masked=False, head_dim=36, value_dim=36)
     assert cudnn(wide) is None and cudnn(odd) is None
+    supplier, without = OWN["torch"], MACHINE.model_copy(update={"gpu": None})
+    assert [r.unavailable for r in supplier.catalogue(without) if r.name.endswith("_cudnn")] == ["no CUDA device"]
+    with_gpu = without.model_copy(update={"gpu": "some GPU"})
+    assert not [r.name for r in supplier.catalogue(with_gpu) if r.unavailable is not None]
 
 
 @pytest.mark.parametrize("name", CUDNN)

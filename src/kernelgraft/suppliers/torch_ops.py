@@ -31,7 +31,7 @@ class TorchSupplier(Supplier):
                 language="python",
                 hardware=_devices(family, variant),
                 guard=f"{what}; {_served(family, variant)}",
-                unavailable=self.unavailable(machine),
+                unavailable=self.unavailable(machine) or _no_device(family, variant, machine),
             )
             for family in torch_sources.FAMILIES
             for variant, what in torch_sources.catalogue(family).items()
@@ -44,8 +44,8 @@ class TorchSupplier(Supplier):
         found = torch_sources.drafts(definition)
         if isinstance(found, str):
             return Refusal(self.name, found)
-        left_out = () if machine.gpu is not None else torch_sources.gpu_only(definition.meta.family)
-        return [self._solution(definition, draft) for draft in found if draft.variant not in left_out]
+        family = definition.meta.family
+        return [self._solution(definition, d) for d in found if _no_device(family, d.variant, machine) is None]
 
     def _solution(self, definition: Definition, draft: torch_sources.Draft) -> Solution:
         family = definition.meta.family
@@ -84,6 +84,10 @@ class TorchSupplier(Supplier):
 
 def _devices(family: str, variant: str) -> tuple[str, ...]:
     return ("cuda",) if variant in torch_sources.gpu_only(family) else DEVICES
+
+
+def _no_device(family: str, variant: str, machine: MachineCard) -> str | None:
+    return "no CUDA device" if machine.gpu is None and variant in torch_sources.gpu_only(family) else None
 
 
 def _served(family: str, variant: str) -> str:
